@@ -1,0 +1,58 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: `make train` and `make test`.
+PYTHON ?= python3
+OUT ?= output
+RANKS ?= 8
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+ROOMS := engine parallel models launch
+TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 400 --seq 128 \
+	--per_device_train_batch_size 4 --microbatches 4 --learning_rate 3e-3 --warmup_ratio 0.05 \
+	--eval_steps 100 --logging_steps 20
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help set-up train test test-full check format bench view clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+set-up: $(STAMP)  ## make .venv with everything in it, once
+
+$(STAMP): setup.py constraints.txt
+	@echo "set-up: making $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch --index-url $(TORCH_INDEX) \
+		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics and picture in output/
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m triaxis.launch.train $(TRAIN) --output-dir $(OUT)
+
+test: check  ## lint, format, types and all tests
+	@$(BIN)/python -m pytest
+
+test-full: check  ## the same, with every layout instead of a sample
+	@TRIAXIS_FULL=1 $(BIN)/python -m pytest
+
+check: $(STAMP) view  ## lint, format and types
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+format: $(STAMP)  ## put every file into the one format
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+bench: $(STAMP)  ## speed and memory against the peers that are installed
+	@$(BIN)/python benchmarks/run.py
+
+view:  ## .view/triaxis/<folder> links, for type checkers and editors
+	@mkdir -p .view/triaxis
+	@for room in $(ROOMS); do ln -sfn ../../$$room .view/triaxis/$$room; done
+
+clean:  ## remove what was made, but not .venv
+	@rm -rf .view .mypy_cache .ruff_cache .hypothesis output bench-output build

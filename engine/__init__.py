@@ -1,0 +1,1 @@
+"""Run configuration, data, optimizer step, trainer and metrics."""

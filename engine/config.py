@@ -1,0 +1,162 @@
+"""What a run is asked to do, and what follows from it: one dataclass of flags, resolved into one of facts. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.schedule import ScheduleName
+from triaxis.parallel.topology import Topology
+
+
+class ConfigError(ValueError):
+    """Every fault of a configuration, a line each: field, value, rule, what works."""
+
+    def __init__(self, faults: tuple[str, ...]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class DataParallel(StrEnum):
+    ZERO = "zero"
+    FSDP = "fsdp"
+
+
+class Decay(StrEnum):
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The flags of `triaxis.launch.train`, as given; `None` is "follows from the others" (see `resolve`)."""
+
+    model: str = "tiny"
+    data: str = "stdlib"
+    data_path: str | None = None
+    eval_data: str | None = None
+    tokenizer: str | None = None
+    seq: int = 128
+    pack: bool = True
+    on_bad_sample: Literal["error", "skip"] = "error"
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    order: str = "tp-pp-dp"
+    sp: bool = False
+    data_parallel: DataParallel = DataParallel.ZERO
+    zero: int | None = None
+    bucket_elements: int | None = None
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+    virtual_stages: int | None = None
+    simulate: bool = False
+
+    microbatches: int | None = None
+    global_batch: int | None = None
+    per_device_train_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    steps: int | None = None
+    num_train_epochs: float | None = None
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 1e-3
+    lr_scheduler_type: Decay = Decay.COSINE
+    warmup_ratio: float | None = None
+    warmup_steps: int | None = None
+    min_learning_rate_ratio: float = 0.1
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+
+    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
+    accumulate_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    recompute: bool = False
+    seed: int = 0
+
+    output_dir: str = "output"
+    logging_steps: int = 10
+    eval_steps: int | None = None
+    eval_batches: int = 8
+    report_to: Literal["none", "tensorboard"] = "none"
+    timeout_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRun:
+    """What follows from the flags, the world's size and the model: every value settled, every rule checked.
+
+    microbatch_size, global_batch: sequences; microbatches: per data-parallel rank and step
+    total_steps: None where the run is measured in epochs; see `steps_of`
+    """
+
+    model: ModelConfig
+    topology: Topology
+    data: str
+    zero: int
+    virtual_stages: int
+    microbatch_size: int
+    microbatches: int
+    global_batch: int
+    total_steps: int | None
+    epochs: float | None
+    accumulate_dtype: Literal["fp32", "fp64", "bf16"]
+
+    def steps_of(self, sequences_per_epoch: int) -> int:
+        """Optimizer steps of the run: as asked, or the epochs' whole global batches (at least one)."""
+        if self.total_steps is not None:
+            return self.total_steps
+        assert self.epochs is not None, "resolve sets steps or epochs"
+        return max(1, math.floor(sequences_per_epoch * self.epochs / self.global_batch))
+
+
+def warmup_steps_of(config: RunConfig, total_steps: int) -> int:
+    """Steps of warm-up: as given, or the ratio of all steps rounded up; at most all steps but the last."""
+    asked = config.warmup_steps
+    steps = math.ceil((config.warmup_ratio or 0.0) * total_steps - 1e-9) if asked is None else asked
+    return min(steps, max(0, total_steps - 1))
+
+
+def learning_rate_at(
+    step: int, *, total_steps: int, warmup_steps: int, peak: float, minimum_ratio: float, decay: Decay | str
+) -> float:
+    """The learning rate of one optimizer step, `step` counted from 0.
+
+    The n-th step (n = step + 1) has n / warmup of the peak while n <= warmup; then it decays over the rest, so that
+    the last step has minimum_ratio of the peak. Warm-up 10, 100 steps, peak 1e-3, ratio 0.1: the 10th step has 1e-3,
+    the 50th 6.281e-4, the 100th 1e-4.
+    """
+    number = step + 1
+    if number <= warmup_steps:
+        return peak * number / warmup_steps
+    progress = min(1.0, (number - warmup_steps) / max(1, total_steps - warmup_steps))
+    remaining = {
+        Decay.COSINE: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        Decay.LINEAR: 1.0 - progress,
+        Decay.CONSTANT: 1.0,
+    }[Decay(decay)]
+    return peak * (minimum_ratio + (1.0 - minimum_ratio) * remaining)
+
+
+def resolve(config: RunConfig, world_size: int, model_config: ModelConfig | None = None) -> ResolvedRun:
+    """Checks every rule and settles every value; `model_config` None is the one that `config.model` names.
+
+    Raises one ConfigError that lists all faults.
+    """
+    from triaxis.engine import rules  # rules reads the classes above
+
+    return rules.resolve(config, world_size, model_config)
+
+
+def run_directory(config: RunConfig) -> Path:
+    """The folder that the run writes to."""
+    return Path(config.output_dir)

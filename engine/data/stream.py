@@ -1,0 +1,151 @@
+"""A corpus as one stream of tokens, cut into rows.
+
+Every source ends up here: documents lie one behind the other in a stream, and a row is a piece of the stream
+of at most `sequence_length` tokens. The ways of packing differ only in where rows start and stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triaxis.models.batch import IGNORED
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row of a microbatch, int64 arrays of length L; meaning as in `models.batch.Batch`."""
+
+    tokens_L: Ints
+    labels_L: Ints
+    positions_L: Ints
+    documents_L: Ints | None
+
+
+class TokenReader(Protocol):
+    """Where the stream's tokens are: memory or a file."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Ints:
+        """A copy of the stream's tokens [start, stop)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayTokens:
+    """A stream held in memory, in any integer type."""
+
+    tokens: NDArray[np.integer]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> Ints:
+        return self.tokens[start:stop].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Row i is the stream's tokens [starts[i], stops[i])."""
+
+    starts: Ints
+    stops: Ints
+
+
+def cut_windows(tokens: int, sequence_length: int) -> Rows:
+    """Windows of `sequence_length` behind each other; the last one may be shorter, and nothing is dropped.
+
+    Example: 10 tokens, length 4: [0, 4) [4, 8) [8, 10).
+    """
+    starts = np.arange(0, tokens, sequence_length, dtype=np.int64)
+    return Rows(starts=starts, stops=np.minimum(starts + sequence_length, tokens))
+
+
+def pack_documents(document_starts: Ints, tokens: int, sequence_length: int, *, pack: bool) -> Rows:
+    """Whole documents, first come, into the open row; one that does not fit opens the next.
+
+    A document longer than a row is cut into rows of its own; its last piece leaves its row open.
+    With pack=False each document (or piece of a long one) has a row of its own.
+    Example: documents of 3, 2, 9, 1 tokens, length 4: [0, 3) [3, 5) [5, 9) [9, 13) [13, 15).
+    """
+    starts: list[int] = []
+    stops: list[int] = []
+    for start, stop in zip(document_starts.tolist(), [*document_starts[1:].tolist(), tokens], strict=True):
+        if pack and starts and stop - starts[-1] <= sequence_length:
+            stops[-1] = stop
+            continue
+        for piece in range(start, stop, sequence_length):
+            starts.append(piece)
+            stops.append(min(piece + sequence_length, stop))
+    return Rows(starts=np.array(starts, dtype=np.int64), stops=np.array(stops, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSource:
+    """A `Source` over a stream of documents; immutable, so ranks that are threads may share one.
+
+    document_starts: ascending, the first is 0, none is empty
+    trained: whether each token of the stream is a target that is trained; None for all
+    name_document: the file (and line) of a document, for messages
+    vocab_size: ids are below it; 0 where the files do not say
+    report: the one line of `summary()`
+    """
+
+    tokens: TokenReader
+    document_starts: Ints
+    rows: Rows
+    sequence_length: int
+    vocab_size: int
+    name_document: Callable[[int], str]
+    report: str
+    trained: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows.starts)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Row `index`: the same in every epoch.
+
+        A target across a document's border is IGNORED; behind a short row's end come token 0 and IGNORED,
+        which causal attention keeps from everything before.
+        """
+        del epoch  # the order changes from epoch to epoch, the rows do not
+        start, stop = int(self.rows.starts[index]), int(self.rows.stops[index])
+        first, last = np.searchsorted(self.document_starts, (start, stop), side="right")
+        borders = self.document_starts[first:last] - start  # of the documents starting in (start, stop]
+        size, length = stop - start, self.sequence_length
+
+        tokens = self.tokens.read(start, min(stop + 1, len(self.tokens)))
+        targets = tokens[1:].copy()
+        if self.trained is not None:
+            targets[~self.trained[start + 1 : start + len(tokens)]] = IGNORED
+        targets[borders - 1] = IGNORED
+        tokens_L = np.zeros(length, dtype=np.int64)
+        tokens_L[:size] = tokens[:size]
+        labels_L = np.full(length, IGNORED, dtype=np.int64)
+        labels_L[: len(targets)] = targets
+
+        inner = borders[borders < size]
+        positions_L = np.arange(length, dtype=np.int64)
+        if not len(inner):
+            return Sample(tokens_L=tokens_L, labels_L=labels_L, positions_L=positions_L, documents_L=None)
+        documents_L = np.zeros(length, dtype=np.int64)
+        documents_L[inner] = 1
+        np.cumsum(documents_L, out=documents_L)
+        positions_L -= np.concatenate(([0], inner))[documents_L]
+        return Sample(tokens_L=tokens_L, labels_L=labels_L, positions_L=positions_L, documents_L=documents_L)
+
+    def describe(self, index: int, position: int) -> str:
+        """Where the token at `position` of row `index` comes from."""
+        place = int(self.rows.starts[index]) + position
+        return self.name_document(int(np.searchsorted(self.document_starts, place, side="right")) - 1)
+
+    def summary(self) -> str:
+        return f"{self.report}; {len(self.tokens)} tokens in {len(self)} rows of {self.sequence_length}"

@@ -1,0 +1,123 @@
+"""What a run measured: one row a step in `metrics.jsonl`, and in TensorBoard where asked. Only one rank writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+METRICS_NAME = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One optimizer step.
+
+    step: counted from 1
+    loss: mean over the trained tokens of the whole global batch, nats
+    grad_norm: before clipping
+    clip_coefficient: what the gradients were multiplied by; 1 is not clipped
+    tokens: input tokens since the start, all ranks; tokens_per_s: of this step
+    mfu: part of the hardware's peak that the model's flops reach; None where the peak is not known
+    sent_bytes: by axis, sent by this rank in this step
+    eval_loss: of the model after this step; None where it was not evaluated
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    peak_mem_bytes: int
+    sent_bytes: Mapping[str, int]
+    mfu: float | None = None
+    clip_coefficient: float = 1.0
+    eval_loss: float | None = None
+
+
+class MetricsWriter:
+    """Writes the rows of a run, each flushed at once, over those of an older run in that folder.
+
+    On a rank that does not speak it does nothing.
+    """
+
+    def __init__(self, directory: Path, *, speaks: bool = True, report_to: str = "none") -> None:
+        self._file: TextIO | None = None
+        self._tensorboard: SummaryWriter | None = None
+        if not speaks:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / METRICS_NAME).open("w", encoding="utf-8")
+        if report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
+
+            self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, row: StepRow) -> None:
+        """Writes one row. A number that is not finite is written as null, which every JSON reader takes."""
+        if self._file is None:
+            return
+        values = values_of(row)
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._tensorboard.add_scalar(name, value, row.step)
+            for axis, sent in row.sent_bytes.items():
+                self._tensorboard.add_scalar(f"sent_bytes/{axis}", sent, row.step)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def values_of(row: StepRow) -> dict[str, object]:
+    """The keys and values of a row; `eval_loss` is a key only where there was an evaluation."""
+    values: dict[str, object] = {
+        "step": row.step,
+        "loss": _finite(row.loss),
+        "grad_norm": _finite(row.grad_norm),
+        "lr": row.lr,
+        "tokens": row.tokens,
+        "tokens_per_s": _finite(row.tokens_per_s),
+        "mfu": _finite(row.mfu),
+        "peak_mem_bytes": row.peak_mem_bytes,
+        "sent_bytes": dict(row.sent_bytes),
+        "clip_coefficient": _finite(row.clip_coefficient),
+    }
+    if row.eval_loss is not None:
+        values["eval_loss"] = _finite(row.eval_loss)
+    return values
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """The rows of a metrics file; a last line that was cut off while being written is left out."""
+    rows: list[dict[str, object]] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

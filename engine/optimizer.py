@@ -1,0 +1,79 @@
+"""The update: one torch optimizer per bucket over runs of its master shard, fused; it knows nothing of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triaxis.parallel.bucket import Bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """adamw (Loshchilov and Hutter 2019) or sgd without momentum; weight decay spares norms and biases."""
+
+    name: str = "adamw"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+
+    def make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        if self.name == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
+        return torch.optim.SGD(groups, lr=0.0, fused=True)
+
+
+def _runs(bucket: Bucket) -> list[tuple[int, int, bool]]:
+    """The shard's longest runs (start, stop, decayed); padding belongs to none."""
+    runs: list[tuple[int, int, bool]] = []
+    for segment in bucket.segments:
+        decayed = segment.layout.decayed
+        if runs and runs[-1][1] == segment.start and runs[-1][2] == decayed:
+            runs[-1] = (runs[-1][0], segment.stop, decayed)
+        else:
+            runs.append((segment.start, segment.stop, decayed))
+    return runs
+
+
+class ShardOptimizer:
+    """Updates every bucket's master shard from its gradient shard."""
+
+    def __init__(self, buckets: Sequence[Bucket], rule: UpdateRule) -> None:
+        self._updates: list[tuple[Bucket, torch.optim.Optimizer, list[tuple[Tensor, int, int]]]] = []
+        for bucket in buckets:
+            groups: list[dict[str, object]] = []
+            places: list[tuple[Tensor, int, int]] = []
+            for decayed in (True, False):
+                runs = [run for run in _runs(bucket) if run[2] is decayed]
+                masters = [bucket.master.detach()[start:stop] for start, stop, _ in runs]
+                places += [(m, start, stop) for m, (start, stop, _) in zip(masters, runs, strict=True)]
+                if masters:
+                    groups.append({"params": masters, "weight_decay": rule.weight_decay if decayed else 0.0})
+            if groups:
+                self._updates.append((bucket, rule.make(groups), places))
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, coefficient: Tensor) -> None:
+        """One update, gradients first multiplied by `coefficient` (a scalar tensor)."""
+        for bucket, optimizer, places in self._updates:
+            gradient = bucket.gradient_shard.mul_(coefficient).to(bucket.master.dtype)
+            for master, start, stop in places:
+                master.grad = gradient[start:stop]
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+            for master, _, _ in places:
+                master.grad = None
+
+    def state_bytes(self) -> int:
+        """Bytes of the moments."""
+        return sum(
+            value.nbytes
+            for _, optimizer, _ in self._updates
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )

@@ -1,0 +1,334 @@
+"""The rules a run must keep, checked together and before torch is imported. Each fault is a line for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
+from triaxis.models.config import ModelConfig, PositionKind
+from triaxis.models.presets import load_config
+from triaxis.parallel.schedule import ScheduleName
+from triaxis.parallel.topology import Topology, resolve_topology
+
+DEFAULT_MICROBATCH_SIZE = 4
+DEFAULT_STEPS = 100
+
+_POSITIVE = (
+    *(
+        "seq",
+        "tp",
+        "pp",
+        "dp",
+        "cp",
+        "ep",
+        "virtual_stages",
+        "microbatches",
+        "global_batch",
+        "steps",
+        "eval_steps",
+    ),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "bucket_elements"),
+    *("logging_steps", "timeout_seconds", "adam_epsilon"),
+)
+_NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed")
+_FRACTIONS = ("warmup_ratio", "min_learning_rate_ratio", "adam_beta1", "adam_beta2")
+
+
+def resolve(config: RunConfig, world_size: int, model: ModelConfig | None) -> ResolvedRun:
+    """See `triaxis.engine.config.resolve`."""
+    faults = _range_faults(config)
+    if faults:
+        raise ConfigError(tuple(faults))
+    topology = _topology(config, world_size, faults)
+    if model is None:
+        try:
+            model = load_config(config.model)
+        except ValueError as error:
+            faults.append(str(error))
+    zero = config.zero if config.zero is not None else 3 if config.data_parallel == DataParallel.FSDP else 1
+    virtual_stages = config.virtual_stages or (2 if config.schedule == ScheduleName.INTERLEAVED else 1)
+    faults += _parallel_faults(config, virtual_stages)
+    faults += _training_faults(config)
+    size, count, total = _batch(config, None if topology is None else topology.dp, faults)
+    data, data_faults = _data(config)
+    faults += data_faults
+    if model is not None:
+        faults += _model_faults(config, model, virtual_stages, size)
+    if faults:
+        raise ConfigError(tuple(faults))
+    assert model is not None and topology is not None
+    steps = config.steps
+    if steps is None and config.num_train_epochs is None:
+        steps = DEFAULT_STEPS
+    return ResolvedRun(
+        model=model,
+        topology=topology,
+        data=data,
+        zero=zero,
+        virtual_stages=virtual_stages,
+        microbatch_size=size,
+        microbatches=count,
+        global_batch=total,
+        total_steps=steps,
+        epochs=config.num_train_epochs,
+        accumulate_dtype=_accumulate_dtype(config),
+    )
+
+
+def _accumulate_dtype(config: RunConfig) -> Literal["fp32", "fp64", "bf16"]:
+    if config.accumulate_dtype != "auto":
+        return config.accumulate_dtype
+    return "fp64" if config.dtype == "fp64" else "fp32"
+
+
+def _range_faults(config: RunConfig) -> list[str]:
+    faults = []
+    for name in _POSITIVE:
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            faults.append(f"`{name}` must be more than 0, but is {value}")
+    for name in _NOT_NEGATIVE:
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            faults.append(f"`{name}` must be 0 or more, but is {value}")
+    for name in _FRACTIONS:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            faults.append(f"`{name}` must be from 0 to 1, but is {value}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(config, name) == 1:
+            faults.append(f"`{name}` must be less than 1, but is 1")
+    if config.zero not in (None, 0, 1, 2, 3):
+        faults.append(f"`zero` must be 0, 1, 2 or 3, but is {config.zero}")
+    return faults
+
+
+def _topology(config: RunConfig, world_size: int, faults: list[str]) -> Topology | None:
+    if config.cp > 1:
+        faults.append(
+            f"`cp` must be 1, but is {config.cp}: context parallelism is not available yet; use --cp 1"
+        )
+    if config.ep > 1:
+        faults.append(
+            f"`ep` must be 1 for a dense model, but is {config.ep}: there are no experts to spread; use --ep 1"
+        )
+    sizes = {"tp": config.tp, "pp": config.pp, "dp": config.dp or 1}
+    product = math.prod(sizes.values())
+    if config.cp == config.ep == 1 and product > world_size:
+        named = " × ".join(name for name in sizes if name != "dp" or config.dp is not None)
+        model_ranks = config.tp * config.pp
+        shrink = f"--dp {world_size // model_ranks}, or " if world_size % model_ranks == 0 else ""
+        faults.append(
+            f"{named} = {product} but {world_size} {'process was' if world_size == 1 else 'processes were'} started; "
+            f"use torchrun --nproc-per-node {product}, or {shrink}--simulate"
+        )
+        return None
+    try:
+        return resolve_topology(
+            world_size=world_size, tp=config.tp, pp=config.pp, cp=1, ep=1, dp=config.dp, order=config.order
+        )
+    except ValueError as error:
+        faults.append(str(error))
+        return None
+
+
+def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
+    faults = []
+    interleaved = config.schedule == ScheduleName.INTERLEAVED
+    if interleaved and (config.pp < 2 or virtual_stages < 2):
+        faults.append(
+            f"`schedule` interleaved needs pp and virtual_stages of at least 2, but pp is {config.pp} and "
+            f"virtual_stages is {virtual_stages}; raise them, or use --schedule 1f1b"
+        )
+    if not interleaved and virtual_stages > 1:
+        faults.append(
+            f"`virtual_stages` must be 1 with schedule {config.schedule}, but is {virtual_stages}; "
+            f"use --schedule interleaved with pp of at least 2"
+        )
+    if config.data_parallel == DataParallel.FSDP:
+        if config.zero not in (None, 3):
+            faults.append(
+                f"`zero` must be 3 or left out with data_parallel fsdp, which always shards everything, "
+                f"but is {config.zero}; use --data-parallel zero for the other stages"
+            )
+        if config.simulate:
+            faults.append(
+                "`data_parallel` must be zero with --simulate, but is fsdp: torch's fully_shard needs processes; "
+                "start with torchrun, or use --data-parallel zero --zero 3"
+            )
+        if config.bucket_elements is not None:
+            faults.append(
+                f"`bucket_elements` must be left out with data_parallel fsdp, but is {config.bucket_elements}: "
+                f"fully_shard makes its own buckets"
+            )
+    return faults
+
+
+def _training_faults(config: RunConfig) -> list[str]:
+    faults = []
+    if config.steps is not None and config.num_train_epochs is not None:
+        faults.append(
+            f"`steps` and `num_train_epochs` must not both be given, but are {config.steps} and "
+            f"{config.num_train_epochs:g}; leave one out"
+        )
+    if config.warmup_ratio and config.warmup_steps is not None:
+        faults.append(
+            f"`warmup_ratio` and `warmup_steps` must not both be given, but are {config.warmup_ratio:g} and "
+            f"{config.warmup_steps}; leave one out"
+        )
+    if config.steps is not None and config.warmup_steps is not None and config.warmup_steps >= config.steps:
+        faults.append(
+            f"`warmup_steps` must be less than steps {config.steps}, but is {config.warmup_steps}; "
+            f"use at most {config.steps - 1}"
+        )
+    if config.accumulate_dtype == "bf16" and config.dtype != "bf16":
+        faults.append(
+            f"`accumulate_dtype` must be auto with dtype {config.dtype}, but is bf16; use it with --dtype bf16"
+        )
+    if config.accumulate_dtype == "fp32" and config.dtype == "fp64":
+        faults.append(
+            "`accumulate_dtype` must be auto with dtype fp64, but is fp32: it would round the gradients"
+        )
+    return faults
+
+
+def _batch(config: RunConfig, dp: int | None, faults: list[str]) -> tuple[int, int, int]:
+    """Microbatch size, microbatches, global batch out of the ones given: global = size × microbatches × dp."""
+    size, total = config.per_device_train_batch_size, config.global_batch
+    count, synonym = config.microbatches, config.gradient_accumulation_steps
+    if count is not None and synonym is not None and count != synonym:
+        faults.append(
+            f"`microbatches` and `gradient_accumulation_steps` name the same number, but are {count} and {synonym}; "
+            f"leave one out"
+        )
+    count = synonym if count is None else count
+    if dp is None:  # the topology's own fault is reported; nothing to divide by
+        return size or DEFAULT_MICROBATCH_SIZE, count or 1, total or 0
+    if total is None:
+        size = size or DEFAULT_MICROBATCH_SIZE
+        count = count or (2 * config.pp if config.pp > 1 else 1)
+        return size, count, size * count * dp
+    divisor = (size or 1) * (count or 1) * dp
+    exact = size is not None and count is not None
+    if total % divisor or (exact and total != divisor):
+        rule = "equal" if exact else "be a multiple of"
+        given = [f"per_device_train_batch_size {size}"] * (size is not None)
+        given += [f"microbatches {count}"] * (count is not None)
+        works = (
+            [divisor]
+            if exact
+            else sorted({max(1, total // divisor) * divisor, -(-total // divisor) * divisor})
+        )
+        faults.append(
+            f"`global_batch` must {rule} {' × '.join([*given, f'dp {dp}'])} = {divisor}, but is {total}; "
+            f"nearest that work: {_listed(works)}" + (", or leave one of the three out" if exact else "")
+        )
+        return size or 1, count or 1, total
+    rest = total // divisor
+    if size is None and count is None:
+        enough = min(2 * config.pp, rest) if config.pp > 1 else 1
+        size = max(d for d in _divisors(rest) if d <= DEFAULT_MICROBATCH_SIZE and rest // d >= enough)
+        return size, rest // size, total
+    return (size or rest), (count or rest), total
+
+
+def _data(config: RunConfig) -> tuple[str, list[str]]:
+    """Where the data is, and what is missing: `stdlib`, a .jsonl file, or the prefix of .bin and .idx files."""
+    faults = []
+    if config.data_path is not None and config.data not in ("stdlib", config.data_path):
+        faults.append(
+            f"`data` and `data_path` must not name different data, but are {config.data} and {config.data_path}; "
+            f"leave one out"
+        )
+    data = config.data_path or config.data
+    faults += _missing_data("data", data)
+    if config.eval_data is not None:
+        if data == "stdlib":
+            faults.append(
+                f"`eval_data` must be left out with data stdlib, which holds its own back, but is {config.eval_data}"
+            )
+        else:
+            faults += _missing_data("eval_data", config.eval_data)
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
+        faults.append(
+            f"`tokenizer` must be a tokenizer.json or a directory that holds one, but {config.tokenizer} does not "
+            f"exist; check the path"
+        )
+    return data, faults
+
+
+def _missing_data(field: str, data: str) -> list[str]:
+    if data == "stdlib":
+        return []
+    prefix = data.removesuffix(".bin").removesuffix(".idx")
+    needed = [data] if data.endswith(".jsonl") else [f"{prefix}.bin", f"{prefix}.idx"]
+    missing = [path for path in needed if not Path(path).is_file()]
+    if not missing:
+        return []
+    return [
+        f"`{field}` must be stdlib, a .jsonl file or the prefix of Megatron .bin and .idx files, but is {data}: "
+        f"there is no file {' and no file '.join(missing)}; check the path"
+    ]
+
+
+def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, size: int) -> list[str]:
+    faults = []
+    tp, heads, kv_heads = config.tp, model.heads, model.kv_heads
+    if heads % tp:
+        faults.append(
+            f"`tp` must divide the {heads} attention heads of {model.name}, but is {tp}; "
+            f"nearest that work: {_nearest_divisors(heads, tp)}"
+        )
+    elif kv_heads % tp and tp % kv_heads:
+        legal = [d for d in _divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        faults.append(
+            f"`tp` must divide the {kv_heads} key/value heads of {model.name} or be a multiple of them, but is {tp}; "
+            f"nearest that work: {_listed(_nearest(legal, tp))}"
+        )
+    if model.ffn_size % tp:
+        faults.append(
+            f"`tp` must divide the MLP size {model.ffn_size} of {model.name}, but is {tp}; "
+            f"nearest that work: {_nearest_divisors(model.ffn_size, tp)}"
+        )
+    chunks = config.pp * virtual_stages
+    if chunks > model.layers:
+        product = f"pp {config.pp}" + (f" × virtual_stages {virtual_stages}" if virtual_stages > 1 else "")
+        faults.append(
+            f"`pp` × `virtual_stages` must be at most the {model.layers} layers of {model.name}, but is "
+            f"{product} = {chunks}; use pp of at most {model.layers // virtual_stages}, or fewer virtual stages"
+        )
+    tokens = config.seq * size
+    if config.sp and tokens % tp:
+        step = tp // math.gcd(size, tp)
+        works = sorted({max(1, config.seq // step) * step, (config.seq // step + 1) * step})
+        faults.append(
+            f"`seq` {config.seq} × per_device_train_batch_size {size} = {tokens} tokens must be a multiple of tp {tp} "
+            f"under --sp; nearest seq that work: {_listed(works)}"
+        )
+    if model.positions == PositionKind.LEARNED and config.seq > model.max_positions:
+        faults.append(
+            f"`seq` must be at most the {model.max_positions} learned positions of {model.name}, but is {config.seq}; "
+            f"use --seq {model.max_positions}"
+        )
+    return faults
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(legal: Iterable[int], value: int) -> list[int]:
+    """The legal values next below and next above."""
+    ordered = sorted(legal)
+    return [d for d in ordered if d < value][-1:] + [d for d in ordered if d > value][:1]
+
+
+def _nearest_divisors(number: int, value: int) -> str:
+    return _listed(_nearest(_divisors(number), value))
+
+
+def _listed(values: Iterable[int]) -> str:
+    return " or ".join(str(value) for value in values)

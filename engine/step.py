@@ -1,0 +1,189 @@
+"""One optimizer step on one rank: microbatches through the pipeline, gradients summed, clipped, applied.
+
+    batches → token count (world) → forwards and backwards by the schedule (tp, pp; dp overlapped)
+            → sums over dp, tp and tied stages → norm and loss (world) → update of the shards → publish (dp)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triaxis.engine.optimizer import ShardOptimizer, UpdateRule
+from triaxis.models.batch import Batch
+from triaxis.models.blocks import Block
+from triaxis.models.builder import Stage, build_model
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.initialize import initialize_parameter
+from triaxis.parallel.mesh import Mesh
+from triaxis.parallel.partition import partition_layers
+from triaxis.parallel.pipeline import PipelineExecutor
+from triaxis.parallel.schedule import lower, make_schedule
+from triaxis.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS, ZeroDataParallel
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens."""
+
+    model: ModelConfig
+    microbatch_size: int
+    microbatches: int
+    sequence_length: int
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    zero: int = 0
+    bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
+    dtype: str = "fp32"
+    accumulate_dtype: str | None = None
+    max_grad_norm: float = 1.0
+    rule: UpdateRule = UpdateRule()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The same on every rank. loss: mean over the global batch's trained tokens, in nats; grad_norm: before clipping."""
+
+    loss: float
+    grad_norm: float
+    clip_coefficient: float
+    trained_tokens: int
+
+
+class _Chunk:
+    """A model stage as the pipeline drives it, with the step's batches."""
+
+    def __init__(self, stage: Stage, index: int, step: TrainingStep) -> None:
+        self._stage, self._index, self._step = stage, index, step
+
+    def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
+        output: Tensor = self._stage(hidden, self._step.batches[microbatch], self._step.scale)
+        return output
+
+    def before_backward(self, microbatch: int) -> None:
+        last = microbatch == len(self._step.batches) - 1
+        self._step.data_parallel.start_backward(self._index, last=last)
+
+    def after_backward(self, microbatch: int) -> None:
+        self._step.data_parallel.finish_backward(self._index)
+
+
+def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
+    """The layers of each model stage, cut by matrix products: the head weighs as much as its share of a layer."""
+    head = model.embedding_parameters() / model.layer_parameters()
+    return partition_layers(model.layers, stages, first_extra=0.0, last_extra=head)
+
+
+class TrainingStep:
+    """A rank's part of the model, its optimizer, and the step that trains them. Making it is collective."""
+
+    def __init__(self, plan: StepPlan, mesh: Mesh) -> None:
+        self.plan, self.mesh = plan, mesh
+        dtype = DTYPES[plan.dtype]
+        self.stages = self._build_stages(dtype)
+        self.data_parallel = ZeroDataParallel(
+            self.stages,
+            mesh.dp,
+            stage=plan.zero,
+            wrap=WRAPPED,
+            accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
+            bucket_elements=plan.bucket_elements,
+            fill=lambda parameter: initialize_parameter(parameter, plan.seed),
+        )
+        self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
+        self.batches: Sequence[Batch] = ()
+        self.scale = torch.zeros((), device=mesh.world.device)
+        schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
+        tokens = plan.microbatch_size * plan.sequence_length
+        self.pipeline = PipelineExecutor(
+            mesh.pp,
+            lower(schedule)[mesh.pp.rank],
+            [_Chunk(stage, index, self) for index, stage in enumerate(self.stages)],
+            activation_shape=(tokens // (mesh.tp.size if plan.sequence_parallel else 1), plan.model.hidden_size),
+            dtype=dtype,
+            device=mesh.world.device,
+        )
+
+    def _build_stages(self, dtype: torch.dtype) -> list[Stage]:
+        plan, mesh = self.plan, self.mesh
+        count = mesh.pp.size * plan.virtual_stages
+        cuts = stage_layers(plan.model, count)
+        return [
+            build_model(
+                plan.model,
+                mesh,
+                layers=cuts[number],
+                first=number == 0,
+                last=number == count - 1,
+                sequence_parallel=plan.sequence_parallel,
+                dtype=dtype,
+                recompute=plan.recompute,
+            )
+            for number in range(mesh.pp.rank, count, mesh.pp.size)
+        ]
+
+    def train(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One optimizer step on this data-parallel rank's microbatches."""
+        loss, squared_norm, tokens = self.accumulate(batches)
+        norm = squared_norm.sqrt()
+        coefficient = torch.ones_like(norm)
+        if self.plan.max_grad_norm > 0:
+            coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
+        self.optimizer.step(learning_rate, coefficient)
+        self.data_parallel.publish()
+        return StepResult(
+            loss=float(loss),
+            grad_norm=float(norm),
+            clip_coefficient=float(coefficient),
+            trained_tokens=int(tokens),
+        )
+
+    def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a global batch, reduced; its loss, squared gradient norm and trained tokens (scalars)."""
+        self.data_parallel.start_step()
+        tokens = self._set_batches(batches)
+        losses = self.pipeline.run()
+        self.batches = ()
+        self.data_parallel.synchronize_gradients()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
+        if losses and self.mesh.tp.rank == 0:
+            sums[0] = torch.stack(losses).double().sum()
+        sums[1] = self.data_parallel.squared_norm()
+        self.mesh.everyone.all_reduce(sums)
+        return sums[0], sums[1], tokens
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Mean loss over the batches' trained tokens on all ranks, and how many tokens those are."""
+        tokens = self._set_batches(batches)
+        losses = self.pipeline.run_forward(len(batches))
+        self.batches = ()
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
+        if losses and self.mesh.tp.rank == 0:
+            total += torch.stack(losses).double().sum()
+        self.mesh.everyone.all_reduce(total)
+        return float(total), int(tokens)
+
+    def _set_batches(self, batches: Sequence[Batch]) -> Tensor:
+        """Takes the batches and agrees on the scale: one over the global batch's trained tokens."""
+        device = self.mesh.world.device
+        self.batches = [batch.to(device) for batch in batches]
+        tokens = torch.zeros((), dtype=torch.int64, device=device)
+        if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
+            tokens += sum(batch.trained_tokens() for batch in batches)
+        self.mesh.everyone.all_reduce(tokens)
+        self.scale = tokens.clamp_min(1).double().reciprocal()
+        return tokens
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's model states by kind."""
+        return {**self.data_parallel.state_bytes(), "moments": self.optimizer.state_bytes()}

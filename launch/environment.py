@@ -1,0 +1,63 @@
+"""What a launcher such as torchrun tells a process, read from the environment and checked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """This process among those of the run. run_id: the same on all ranks, another for each start."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launched: bool = False
+    run_id: str = "alone"
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Without any of the launcher's variables: one process. A missing or malformed one is named. Raises ValueError."""
+    if not any(environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return Launch()
+    missing = [name for name in NEEDED if not environment.get(name)]
+    if missing:
+        given = [name for name in (*NEEDED, "LOCAL_RANK") if environment.get(name)]
+        raise ValueError(
+            f"`{'`, `'.join(missing)}` must be set in the environment where {', '.join(given)} is, but is not; "
+            f"start with torchrun, or unset {' and '.join(given)} to train in one process"
+        )
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    port = _number(environment, "MASTER_PORT")
+    if size < 1:
+        raise ValueError(f"`WORLD_SIZE` must be at least 1, but is {size}; start with torchrun")
+    if rank >= size:
+        raise ValueError(f"`RANK` must be less than WORLD_SIZE {size}, but is {rank}; start with torchrun")
+    if not 0 < port < 65536:
+        raise ValueError(f"`MASTER_PORT` must be from 1 to 65535, but is {port}; choose a free port")
+    local_rank = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
+    local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else size
+    parts = (
+        environment.get("TORCHELASTIC_RUN_ID", ""),
+        str(port),
+        environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+    )
+    return Launch(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        launched=True,
+        run_id="-".join("".join(c for c in part if c.isalnum()) for part in parts if part),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment[name]
+    if not value.isdecimal():
+        raise ValueError(f"`{name}` must be a whole number, but is {value!r}; start with torchrun")
+    return int(value)

@@ -1,0 +1,124 @@
+"""Write Megatron's indexed datasets: from JSON lines, or by merging such datasets.
+
+python -m triaxis.launch.preprocess --input x.jsonl --output prefix [--tokenizer PATH] [--skip-bad]
+python -m triaxis.launch.preprocess --merge a b --output prefix
+
+Each text becomes one document, with the tokenizer's end token behind it. Merging gives the very bytes that
+one pass over the files behind each other would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from triaxis.engine.data.jsonl import Document, Tally, read_documents
+from triaxis.engine.data.megatron import check_index, strip_suffix
+from triaxis.engine.data.tokenizer import open_tokenizer
+
+
+@contextmanager
+def writing(output: Path, dtype: type[np.integer]) -> Iterator[Any]:  # the builder's library is untyped
+    """A builder of output.bin and output.idx, which appear (the index last) only when all was written."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: PLC0415 - slow to import
+
+    names = [output.with_name(output.name + suffix) for suffix in (".bin", ".idx")]
+    drafts = [name.with_name(name.name + ".part") for name in names]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(str(drafts[0]), dtype=dtype)
+    try:
+        yield builder
+        builder.finalize(str(drafts[1]))
+        names[1].unlink(missing_ok=True)
+        for draft, name in zip(drafts, names, strict=True):
+            draft.replace(name)
+    finally:
+        builder.data_file.close()
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+
+
+def preprocess(
+    source: Path, output: Path, *, tokenizer_path: Path | None = None, on_bad_sample: str = "error"
+) -> Tally:
+    """Tokenize a .jsonl file of texts; 16-bit ids where the vocabulary allows, else 32-bit."""
+    from megatron.core.datasets.indexed_dataset import DType  # noqa: PLC0415 - slow to import
+
+    tokenizer = open_tokenizer(tokenizer_path)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    tally = Tally()
+    with writing(output, dtype) as builder:
+        for document in read_documents(source, tokenizer, tally, on_bad_sample):
+            _refuse_messages(source, document)
+            builder.add_document(np.array(document.ids, dtype=dtype), [len(document.ids)])
+    return tally
+
+
+def _refuse_messages(source: Path, document: Document) -> None:
+    if document.trained is not None:
+        raise ValueError(
+            f"{source}:{document.line}: must have `text`, but has `messages`: an indexed dataset cannot say "
+            "which tokens are trained; train on the .jsonl file itself"
+        )
+
+
+def merge(prefixes: Sequence[Path], output: Path) -> int:
+    """Put datasets behind each other, document borders included; the number of documents."""
+    indices = [check_index(prefix) for prefix in prefixes]
+    if output.resolve() in [index.prefix.resolve() for index in indices]:
+        raise ValueError(f"`--output` must be a new prefix, but {output} is one of those to merge")
+    for index in indices[1:]:
+        if index.dtype is not indices[0].dtype:
+            raise ValueError(
+                f"{index.prefix}.idx: the token type must be {indices[0].dtype.__name__} as in "
+                f"{indices[0].prefix}.idx, but is {index.dtype.__name__}; tokenize both with one tokenizer"
+            )
+    with writing(output, indices[0].dtype) as builder:
+        for index in indices:
+            builder.add_index(str(index.prefix))
+    return sum(index.documents for index in indices)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="triaxis.launch.preprocess", description=(__doc__ or "").split("\n")[0]
+    )
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--input", type=Path, help="a .jsonl file with `text` in each line")
+    task.add_argument(
+        "--merge", type=Path, nargs="+", metavar="PREFIX", help="datasets to put behind each other"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="PREFIX")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json, or a Hugging Face folder (default: bytes)"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="leave bad lines out, and list them")
+    options = parser.parse_args(arguments)
+    if options.merge and (options.tokenizer or options.skip_bad):
+        parser.error("--tokenizer and --skip-bad belong to --input, but --merge is given")
+    output = strip_suffix(options.output)
+    try:
+        if options.merge:
+            print(f"{output}: merged {len(options.merge)} datasets, {merge(options.merge, output)} documents")
+            return 0
+        on_bad_sample = "skip" if options.skip_bad else "error"
+        tally = preprocess(
+            options.input, output, tokenizer_path=options.tokenizer, on_bad_sample=on_bad_sample
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.input}: {tally}; wrote {output}.bin and {output}.idx")
+    for line in tally.bad:
+        print(f"left out {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

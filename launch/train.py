@@ -1,0 +1,71 @@
+"""`triaxis-train`, or `python -m triaxis.launch.train`: train a model, under torchrun, alone, or on simulated ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from triaxis.engine.config import ConfigError, RunConfig, resolve
+from triaxis.launch.environment import Launch, read_launch
+from triaxis.launch.flags import parse_flags
+
+EXIT_CONFIGURATION = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses, checks, trains. Returns the exit code: 0, 2 for a run that is refused, 1 for one that failed."""
+    config = parse_flags(sys.argv[1:] if arguments is None else list(arguments), _speaks(os.environ))
+    try:
+        launch = read_launch(os.environ)
+        resolved = resolve(config, _world_size(config, launch))
+        if config.simulate and launch.size > 1:
+            raise ConfigError(
+                (
+                    f"`simulate` must not be given under torchrun, but {launch.size} processes were started; "
+                    f"use python -m triaxis.launch.train --simulate",
+                )
+            )
+    except ValueError as error:
+        if _speaks(os.environ):
+            print(f"The run cannot start:\n{_indented(str(error))}", file=sys.stderr, flush=True)
+        return EXIT_CONFIGURATION
+    from triaxis.launch.ranks import run_processes, run_simulated  # imports torch
+
+    if config.simulate:
+        return run_simulated(config, resolved)
+    return run_processes(config, resolved, launch)
+
+
+def _speaks(environment: Mapping[str, str]) -> bool:
+    """Only rank 0 reports what all ranks see alike; a rank that is malformed speaks too."""
+    return environment.get("RANK", "0") in ("0", "") or not environment["RANK"].isdigit()
+
+
+def _world_size(config: RunConfig, launch: Launch) -> int:
+    return config.tp * config.pp * config.cp * (config.dp or 1) if config.simulate else launch.size
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _end(code: int) -> None:
+    """Ends at once: a rank that failed must not wait for its peers while groups are torn down."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def command() -> None:
+    """The console script."""
+    code = main()
+    if code == 0:
+        sys.exit(0)
+    _end(code)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,1 @@
+"""Model configurations, presets, blocks and the builder."""

@@ -1,0 +1,214 @@
+"""Builds the part of a model that one pipeline stage holds.
+
+Shapes: B rows, L tokens of a row, T = B·L tokens (T/tp under sequence parallelism), D hidden, V vocabulary,
+P positions, E half of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from triaxis.models.attention import SequenceContext, packed_mask
+from triaxis.models.batch import Batch
+from triaxis.models.blocks import Block
+from triaxis.models.config import ModelConfig, PositionKind
+from triaxis.models.norm import Norm
+from triaxis.models.rotary import rotary_tables
+from triaxis.parallel.group import Group
+from triaxis.parallel.layout import Init, declare, replicated
+from triaxis.parallel.mesh import Mesh
+from triaxis.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+
+EMBEDDING_NAME = "model.embed_tokens"
+HEAD_NAME = "lm_head"
+
+
+class LearnedPositions(nn.Module):
+    """A vector for each position, replicated over tp and added to this rank's tokens."""
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, *, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.group: Group = mesh.tp
+        self.sequence_parallel = sequence_parallel
+        shape = (config.max_positions, config.hidden_size)
+        layout = replicated(
+            "model.embed_positions.weight",
+            shape,
+            mesh.tp,
+            sequence_parallel=sequence_parallel,
+            decayed=True,
+            init=Init.NORMAL,
+            std=config.init_std,
+        )
+        self.weight = declare(nn.Parameter(torch.empty(shape, dtype=dtype, device=mesh.world.device)), layout)
+
+    def forward(self, positions_T: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            positions_T = positions_T.chunk(self.group.size)[self.group.rank]
+        return F.embedding(positions_T, self.weight)
+
+
+class Stage(nn.Module):
+    """Consecutive layers, with the embedding on the first stage and the loss on the last."""
+
+    cos_PE: Tensor | None
+    sin_PE: Tensor | None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        layers: range,
+        *,
+        first: bool,
+        last: bool,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.config, self.hidden_size, self.recompute = config, config.hidden_size, recompute
+        self.tokens_per_part = mesh.tp.size if sequence_parallel else 1
+        kept_apart = config.tied and not (first and last)
+        self.embedding = self.positions = self.norm = self.head = None
+        if first:
+            self.embedding = VocabParallelEmbedding(
+                mesh,
+                f"{EMBEDDING_NAME}.weight",
+                config.vocab_size,
+                config.hidden_size,
+                sequence_parallel=sequence_parallel,
+                tied=kept_apart,
+                std=config.init_std,
+                dtype=dtype,
+            )
+            if config.positions is PositionKind.LEARNED:
+                self.positions = LearnedPositions(
+                    config, mesh, sequence_parallel=sequence_parallel, dtype=dtype
+                )
+        self.blocks = nn.ModuleList(
+            Block(config, mesh, f"model.layers.{layer}", sequence_parallel=sequence_parallel, dtype=dtype)
+            for layer in layers
+        )
+        if last:
+            self.norm = Norm(
+                mesh,
+                "model.norm",
+                config.hidden_size,
+                kind=config.norm,
+                epsilon=config.norm_eps,
+                partial_gradient=sequence_parallel,
+                dtype=dtype,
+            )
+            shared = self.embedding.weight if config.tied and self.embedding is not None else None
+            self.head = VocabParallelHead(
+                mesh,
+                f"{EMBEDDING_NAME if config.tied else HEAD_NAME}.weight",
+                config.vocab_size,
+                config.hidden_size,
+                sequence_parallel=sequence_parallel,
+                weight=shared,
+                tied=kept_apart,
+                std=config.init_std,
+                dtype=dtype,
+            )
+        cos_PE, sin_PE = _tables(config, dtype, mesh.world.device)
+        self.register_buffer("cos_PE", cos_PE, persistent=False)
+        self.register_buffer("sin_PE", sin_PE, persistent=False)
+
+    def forward(self, hidden_TD: Tensor | None, batch: Batch, scale: Tensor) -> Tensor:
+        """The next stage's hidden [T, D]; on the last stage the trained tokens' losses, summed, times `scale`."""
+        output_TD = self._hidden(hidden_TD, batch)
+        if self.head is None:
+            return output_TD
+        loss: Tensor = self.head(output_TD, batch.labels_BL.view(-1), scale)
+        return loss
+
+    def logits(self, hidden_TD: Tensor | None, batch: Batch) -> Tensor:
+        """All logits [T, V] of the last stage, for inspection."""
+        assert self.head is not None, "only the last stage has logits"
+        return self.head.logits(self._hidden(hidden_TD, batch))
+
+    def _hidden(self, hidden_TD: Tensor | None, batch: Batch) -> Tensor:
+        context = self._context(batch)
+        if self.embedding is not None:
+            hidden_TD = self.embedding(batch.tokens_BL.view(-1))
+            if self.positions is not None:
+                hidden_TD = hidden_TD + self.positions(batch.positions_BL.view(-1))
+        assert hidden_TD is not None, "a stage behind the first needs the hidden state of the one before it"
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                hidden_TD = checkpoint(
+                    block, hidden_TD, context, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden_TD = block(hidden_TD, context)
+        output_TD: Tensor = hidden_TD if self.norm is None else self.norm(hidden_TD)
+        return output_TD
+
+    def _context(self, batch: Batch) -> SequenceContext:
+        rows, length = batch.tokens_BL.shape
+        if length > self.config.max_positions:
+            raise ValueError(
+                f"`sequence_length` must be at most the {self.config.max_positions} positions of "
+                f"{self.config.name}, but is {length}; shorten it, or set the model's `max_positions`"
+            )
+        if rows * length % self.tokens_per_part:
+            raise ValueError(
+                f"`tp` must divide the {rows * length} tokens of a microbatch under sequence parallelism, "
+                f"but is {self.tokens_per_part}; change `sequence_length`, or turn sequence parallelism off"
+            )
+        cos_T1E = sin_T1E = None
+        if self.cos_PE is not None and self.sin_PE is not None:
+            positions_T = batch.positions_BL.view(-1)
+            cos_T1E, sin_T1E = (x[positions_T].unsqueeze(1) for x in (self.cos_PE, self.sin_PE))
+        documents_BL = batch.documents_BL
+        return SequenceContext(
+            batch=rows,
+            length=length,
+            cos_T1E=cos_T1E,
+            sin_T1E=sin_T1E,
+            mask_B1LL=None if documents_BL is None else packed_mask(documents_BL),
+        )
+
+
+def _tables(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if config.positions is not PositionKind.ROPE:
+        return None, None
+    return rotary_tables(
+        config.max_positions, config.head_size, config.rope_theta, dtype=dtype, device=device
+    )
+
+
+def build_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+) -> Stage:
+    """A stage with empty parameters: `layers` (all, if None), the embedding if first, norm and head if last.
+
+    recompute: keep only each block's input, and run the block again in backward
+    """
+    return Stage(
+        config,
+        mesh,
+        range(config.layers) if layers is None else layers,
+        first=first,
+        last=last,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        recompute=recompute,
+    )

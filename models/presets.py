@@ -1,0 +1,165 @@
+"""The models known by name, and models out of files. Standard library only.
+
+Sizes are those of the published checkpoints; positions are those of their pretraining configuration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+
+from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind, config_from_fields
+
+_SUFFIXES = (".toml", ".json")
+
+
+def _llama(
+    name: str,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    positions: int,
+    theta: float,
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_size=ffn,
+        max_positions=positions,
+        rope_theta=theta,
+    )
+
+
+def _llama2(name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
+    return _llama(
+        name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=32000,
+        positions=4096,
+        theta=10000.0,
+    )
+
+
+def _llama3(name: str, *, hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:
+    return _llama(
+        name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        vocab=128256,
+        positions=8192,
+        theta=500000.0,
+    )
+
+
+def _qwen2(
+    name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_size=ffn,
+        max_positions=32768,
+        norm_eps=1e-6,
+        rope_theta=1000000.0,
+        attention_bias=True,
+        tied=tied,
+    )
+
+
+_MODELS = (
+    _llama(
+        "tiny", hidden=128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=257, positions=1024, theta=10000.0
+    ),
+    _llama(
+        "small", hidden=256, layers=6, heads=8, kv_heads=4, ffn=704, vocab=257, positions=1024, theta=10000.0
+    ),
+    ModelConfig(
+        name="gpt2-124m",
+        vocab_size=50257,
+        hidden_size=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        ffn_size=3072,
+        max_positions=1024,
+        norm=NormKind.LAYERNORM,
+        positions=PositionKind.LEARNED,
+        activation=ActivationKind.GELU,
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        tied=True,
+    ),
+    _llama2("llama2-7b", hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11008),
+    _llama2("llama2-13b", hidden=5120, layers=40, heads=40, kv_heads=40, ffn=13824),
+    _llama2("llama2-70b", hidden=8192, layers=80, heads=64, kv_heads=8, ffn=28672),
+    _llama3("llama3-8b", hidden=4096, layers=32, heads=32, ffn=14336),
+    _llama3("llama3-70b", hidden=8192, layers=80, heads=64, ffn=28672),
+    _llama3("llama3-405b", hidden=16384, layers=126, heads=128, ffn=53248),
+    _qwen2("qwen2.5-0.5b", hidden=896, layers=24, heads=14, kv_heads=2, ffn=4864, vocab=151936, tied=True),
+    _qwen2("qwen2.5-1.5b", hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, tied=True),
+    _qwen2("qwen2.5-7b", hidden=3584, layers=28, heads=28, kv_heads=4, ffn=18944, vocab=152064, tied=False),
+    _qwen2("qwen2.5-72b", hidden=8192, layers=80, heads=64, kv_heads=8, ffn=29568, vocab=152064, tied=False),
+    ModelConfig(
+        name="qwen3-8b",
+        vocab_size=151936,
+        hidden_size=4096,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        ffn_size=12288,
+        max_positions=32768,
+        norm_eps=1e-6,
+        rope_theta=1000000.0,
+        qk_norm=True,
+    ),
+)
+
+PRESETS: dict[str, ModelConfig] = {config.name: config for config in _MODELS}
+
+
+def load_config(name_or_path: str) -> ModelConfig:
+    """The preset of that name, or the model whose fields a TOML or JSON file holds (`name` defaults to its stem)."""
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    path = Path(name_or_path)
+    if path.suffix not in _SUFFIXES:
+        near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.3) or list(PRESETS)
+        raise ValueError(
+            f"`model` must be a preset or a .toml or .json file of model fields, but is {name_or_path!r}; "
+            f"nearest presets: {', '.join(near)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ValueError(
+            f"`model` must be a file that can be read, but {path}: {error.strerror}; check the path"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} must be valid {path.suffix[1:].upper()}, but: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold one object of model fields, but holds {type(values).__name__}")
+    return config_from_fields({"name": path.stem, **values}, str(path))

@@ -1,0 +1,1 @@
+"""Topology, worlds, tensor-parallel layers, pipeline schedules and ZeRO."""

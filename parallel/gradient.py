@@ -1,0 +1,95 @@
+"""Where a parameter's gradient goes: straight into its place in a bucket, if it has one.
+
+Layers call `weight_gradient` and its kin in their backward. With a `GradientSlot` the product is added to the
+bucket's buffer and nothing is returned; without one (an unwrapped module) the gradient is returned to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientSlot:
+    """One parameter's gradient in its bucket's buffer.
+
+    The first addition of an optimizer step (or of a microbatch, where gradients are sharded) overwrites, so
+    buffers are never zeroed first. `find_buffer` returns the parameter's part of the buffer, in its shape.
+    """
+
+    __slots__ = ("_find_buffer", "empty", "complete")
+
+    def __init__(self, find_buffer: Callable[[], Tensor]) -> None:
+        self._find_buffer = find_buffer
+        self.empty = True
+        self.complete = False
+
+    def add_product(self, grad_TO: Tensor, input_TI: Tensor, rows: int | None = None) -> None:
+        """Adds grad_TOᵀ · input_TI to the first `rows` rows (all, if None)."""
+        buffer = self._find_buffer()
+        target_OI = buffer if rows is None else buffer[:rows]
+        if target_OI.dtype != grad_TO.dtype:
+            product_OI = grad_TO.t() @ input_TI
+            if self.empty:
+                target_OI.copy_(product_OI)
+            else:
+                target_OI.add_(product_OI)
+        elif self.empty:
+            torch.mm(grad_TO.t(), input_TI, out=target_OI)
+        else:
+            target_OI.addmm_(grad_TO.t(), input_TI)
+        if self.empty and rows is not None:
+            buffer[rows:].zero_()
+        self.empty = False
+
+    def add_rows(self, rows_T: Tensor, grad_TD: Tensor) -> None:
+        """Adds grad_TD[t] to row rows_T[t]."""
+        buffer = self._find_buffer()
+        if self.empty:
+            buffer.zero_()
+        buffer.index_add_(0, rows_T, grad_TD.to(buffer.dtype))
+        self.empty = False
+
+    def add(self, grad: Tensor) -> None:
+        """Adds a gradient in the parameter's shape."""
+        buffer = self._find_buffer()
+        if self.empty:
+            buffer.copy_(grad)
+        else:
+            buffer.add_(grad)
+        self.empty = False
+
+    def fill_if_empty(self) -> None:
+        """A parameter that took no part has a gradient of zero."""
+        if self.empty:
+            self._find_buffer().zero_()
+            self.empty = False
+
+
+def slot_of(parameter: nn.Parameter) -> GradientSlot | None:
+    return getattr(parameter, "gradient_slot", None)
+
+
+def weight_gradient(weight: nn.Parameter, grad_TO: Tensor, input_TI: Tensor, rows: int | None = None) -> Tensor | None:
+    """The gradient of a weight [O, I] used as input_TI · weightᵀ; only the first `rows` rows were used."""
+    slot = slot_of(weight)
+    if slot is not None:
+        slot.add_product(grad_TO, input_TI, rows)
+        return None
+    product_OI = grad_TO.t() @ input_TI
+    if rows is None or rows == weight.shape[0]:
+        return product_OI
+    padded = torch.zeros_like(weight)
+    padded[:rows] = product_OI
+    return padded
+
+
+def rows_gradient(weight: nn.Parameter, rows_T: Tensor, grad_TD: Tensor) -> Tensor | None:
+    """The gradient of a weight whose rows rows_T were looked up."""
+    slot = slot_of(weight)
+    if slot is not None:
+        slot.add_rows(rows_T, grad_TD)
+        return None
+    return torch.zeros_like(weight).index_add_(0, rows_T, grad_TD)

@@ -1,0 +1,32 @@
+"""Packaging: the folders at the root are the subpackages of `triaxis`."""
+
+from setuptools import find_packages, setup
+
+ROOMS = ("engine", "parallel", "models", "launch")
+
+setup(
+    name="triaxis",
+    version="0.1.0",
+    description="A 3D-parallel training engine for large language models",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[
+        f"triaxis.{room}{'.' + inner if inner else ''}"
+        for room in ROOMS
+        for inner in ["", *find_packages(room)]
+    ],
+    package_dir={f"triaxis.{room}": room for room in ROOMS},
+    package_data={f"triaxis.{room}": ["py.typed"] for room in ROOMS},
+    install_requires=[
+        "torch>=2.10",
+        "numpy",
+        "megatron-core>=0.16",
+        "transformers",
+        "tokenizers",
+        "tyro",
+        "rich",
+        "tensorboard",
+        "matplotlib",
+    ],
+    extras_require={"dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"]},
+)

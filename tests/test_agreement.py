@@ -1,0 +1,171 @@
+"""Every layout trains the same model (design: agreement), and planted faults are seen."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from agreement import (
+    MODEL,
+    RULES,
+    TIED,
+    Fault,
+    Layout,
+    Run,
+    disagreements,
+    legal_layouts,
+    reference_layout,
+    run,
+)
+from triaxis.engine.step import TrainingStep
+from triaxis.models.batch import IGNORED
+from triaxis.models.config import ModelConfig
+
+FULL = os.environ.get("TRIAXIS_FULL") == "1"
+SAMPLED = 10
+
+ROWS = [
+    Layout(tp=2, pp=2, dp=2, zero=1, sp=True),
+    Layout(tp=4, pp=1, dp=2, zero=2),
+    Layout(tp=1, pp=4, dp=2, zero=3, schedule="interleaved", virtual_stages=2),
+    Layout(tp=8, zero=0, sp=True),
+    Layout(pp=3, dp=2, zero=2, schedule="gpipe"),
+    Layout(dp=8, zero=3),
+    Layout(tp=2, pp=2, dp=2, zero=3, sp=True, recompute=True, order="pp-tp-dp"),
+]
+
+
+@functools.cache
+def reference(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> Run:
+    return run(layout, model=model, rule=rule, dtype=dtype)
+
+
+def check(layout: Layout, model: ModelConfig, rule: str, dtype: str, fault: Fault | None = None) -> list[str]:
+    expected = reference(reference_layout(layout), model, rule, dtype)
+    return disagreements(run(layout, model=model, rule=rule, dtype=dtype, fault=fault), expected, dtype)
+
+
+def sampled() -> list[tuple[Layout, ModelConfig, str, str]]:
+    """A fresh sample each run (the seed is printed in the test's name), or everything under TRIAXIS_FULL=1."""
+    layouts = legal_layouts(8)
+    if FULL:
+        return [
+            (layout, model, rule, dtype)
+            for layout in layouts
+            for model in (MODEL, TIED)
+            for rule in RULES
+            for dtype in ("fp32", "fp64")
+        ]
+    seed = int(os.environ.get("TRIAXIS_SAMPLE_SEED", str(random.SystemRandom().randrange(10**6))))
+    draw = random.Random(seed)
+    return [
+        (layout, draw.choice([MODEL, TIED]), draw.choice(list(RULES)), draw.choice(["fp32", "fp64"]))
+        for layout in draw.sample(layouts, SAMPLED)
+    ]
+
+
+@pytest.mark.parametrize(("layout", "model", "rule", "dtype"), sampled(), ids=str)
+def test_a_sampled_layout_agrees(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> None:
+    assert disagreements_are_none(layout, model, rule, dtype)
+
+
+def disagreements_are_none(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> bool:
+    faults = check(layout, model, rule, dtype)
+    assert not faults, f"{layout}, {model.name}, {rule}, {dtype}:\n" + "\n".join(faults)
+    return True
+
+
+@pytest.mark.parametrize("layout", ROWS, ids=str)
+@pytest.mark.parametrize("model", [MODEL, TIED], ids=lambda model: model.name)
+def test_a_layout_agrees_in_float64(layout: Layout, model: ModelConfig) -> None:
+    assert disagreements_are_none(layout, model, "adamw, clip 0.1", "fp64")
+
+
+def test_bucket_sizes_do_not_change_training() -> None:
+    layout = Layout(dp=4, zero=2, pp=2, schedule="1f1b")
+    for bucket_elements in (1, 256, 1 << 20):
+        assert disagreements_are_none(replace(layout, bucket_elements=bucket_elements), MODEL, "sgd, no clip", "fp64")
+
+
+# Planted faults: each must make the check fail.
+
+
+def after_synchronize(change: object) -> Fault:
+    """A fault in the reduced gradients."""
+
+    def plant(step: TrainingStep) -> None:
+        synchronize = step.data_parallel.synchronize_gradients
+
+        def changed() -> None:
+            synchronize()
+            for bucket in step.data_parallel.buckets:
+                for segment in bucket.segments:
+                    gradient = bucket.gradient_shard[segment.start : segment.stop]
+                    change(segment.layout.name, gradient)  # type: ignore[operator]
+
+        step.data_parallel.synchronize_gradients = changed  # type: ignore[method-assign]
+
+    return plant
+
+
+def halve(part: str) -> Fault:
+    def change(name: str, gradient: Tensor) -> None:
+        if part in name:
+            gradient.mul_(0.5)
+
+    return after_synchronize(change)
+
+
+def scale_all(name: str, gradient: Tensor) -> None:
+    gradient.mul_(1.0009765625)
+
+
+def relayout(**changes: object) -> Fault:
+    """A fault in what replicated parameters declare."""
+
+    def plant(step: TrainingStep) -> None:
+        for bucket in step.data_parallel.buckets:
+            bucket.segments = tuple(
+                replace(segment, layout=replace(segment.layout, **changes))  # type: ignore[arg-type]
+                if segment.layout.dim is None
+                else segment
+                for segment in bucket.segments
+            )
+
+    return plant
+
+
+def mean_of_means(step: TrainingStep) -> None:
+    for chunk in step.pipeline.chunks:
+        forward = chunk.forward
+
+        def changed(hidden: Tensor | None, microbatch: int, forward: object = forward) -> Tensor:
+            tokens = int((step.batches[microbatch].labels_BL != IGNORED).sum())
+            count = len(step.batches) * step.mesh.dp.size
+            step.scale = step.scale.new_tensor(1.0 / (count * max(tokens, 1)))
+            return forward(hidden, microbatch)  # type: ignore[no-any-return, operator]
+
+        chunk.forward = changed  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Fault] = {
+    "embedding gradient halved": halve("embed_tokens"),
+    "norm gradients halved": halve("norm"),
+    "norm gradients from half the sequence": relayout(sums=()),
+    "replicated parameters counted tp times in the norm": relayout(counted=True),
+    "gradients scaled by a constant": after_synchronize(scale_all),
+    "mean of microbatch means": mean_of_means,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_planted_fault_is_seen(name: str, dtype: str) -> None:
+    layout = Layout(tp=2, pp=2, dp=2, zero=1, sp=True)
+    assert not check(layout, MODEL, "adamw, clip 1", dtype), "the layout must agree before the fault is planted"
+    assert check(layout, MODEL, "adamw, clip 1", dtype, FAULTS[name])
