@@ -96,6 +96,11 @@ def _tell(error: Exception, place: str, report: Path, *, expected: bool) -> None
     The first rank to create the report speaks. One that only lost its peers leaves the cause a moment to come first;
     one with a cause of its own speaks in any case, unless its words are the ones already said.
     """
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # the launcher ends all ranks as soon as one died: speak first
+        signal.signal(number, lambda *_: None)
     lost_peer = isinstance(error, RankError)
     cause = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
     deadline = time.monotonic() + WAIT_FOR_CAUSE_SECONDS
@@ -113,7 +118,11 @@ def _tell(error: Exception, place: str, report: Path, *, expected: bool) -> None
         pass
     if first or not (lost_peer or said.startswith(cause + "\n") or not said):
         details = "" if expected else f" (traceback in {report})"
-        print(f"{place}: {cause}{details}", file=sys.stderr, flush=True)
+        print(
+            f"{place}: {cause.removeprefix(place.split(' (')[0] + ': ')}{details}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def end_on_signals() -> None:

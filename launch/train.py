@@ -12,6 +12,7 @@ from triaxis.launch.environment import Launch, read_launch
 from triaxis.launch.flags import parse_flags
 
 EXIT_CONFIGURATION = 2
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +62,10 @@ def _end(code: int) -> None:
 
 def command() -> None:
     """The console script."""
-    code = main()
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     if code == 0:
         sys.exit(0)
     _end(code)

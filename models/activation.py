@@ -17,13 +17,13 @@ class _SwiGLU(Function):
     """Keeps only its input, where `F.silu(gate) * up` keeps silu(gate) as well."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_T2F)
         gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
         return F.silu(gate_TF).mul_(up_TF)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up_T2F,) = ctx.saved_tensors
         gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
         grad_T2F = torch.empty_like(gate_up_T2F)

@@ -36,7 +36,7 @@ class SequenceContext:
 
 
 def packed_mask(documents_BL: Tensor) -> Tensor:
-    """mask_B1LL of packed documents: a token sees its own document up to itself. Documents 0 0 1: 1.. 11. ..1"""
+    """mask_B1LL: a token sees its own document up to itself. Documents 0 0 1 give rows 100, 110 and 001."""
     length = documents_BL.shape[1]
     causal_LL = torch.ones(length, length, dtype=torch.bool, device=documents_BL.device).tril_()
     return (documents_BL[:, None, :, None] == documents_BL[:, None, None, :]).logical_and_(causal_LL)
@@ -60,7 +60,7 @@ def attend(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, mask_B1LL: 
 
 
 class Attention(nn.Module):
-    """One fused q, k, v product, rotary positions, attention over the local heads, and the output projection."""
+    """A fused q, k, v product, rotary positions, attention over the local heads, the output projection."""
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh, name: str, *, sequence_parallel: bool, dtype: torch.dtype
@@ -119,11 +119,11 @@ class Attention(nn.Module):
         if context.cos_T1E is not None and context.sin_T1E is not None:
             turned_heads = (rows[0] + rows[1]) // self.head_size
             fused_TO = rotate_(fused_TO, context.cos_T1E, context.sin_T1E, turned_heads)
-        heads = (
+        query, key, value = (
             part.view(context.batch, context.length, -1, self.head_size).transpose(1, 2)
             for part in fused_TO.split(rows, dim=-1)
         )
-        mixed_BHLD = attend(*heads, context.mask_B1LL)
+        mixed_BHLD = attend(query, key, value, context.mask_B1LL)
         output: Tensor = self.output(mixed_BHLD.transpose(1, 2).reshape(-1, rows[0]))
         return output
 

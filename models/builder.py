@@ -122,7 +122,7 @@ class Stage(nn.Module):
         self.register_buffer("sin_PE", sin_PE, persistent=False)
 
     def forward(self, hidden_TD: Tensor | None, batch: Batch, scale: Tensor) -> Tensor:
-        """The next stage's hidden [T, D]; on the last stage the trained tokens' losses, summed, times `scale`."""
+        """Hidden [T, D] for the next stage; on the last, the sum of the trained tokens' losses × `scale`."""
         output_TD = self._hidden(hidden_TD, batch)
         if self.head is None:
             return output_TD

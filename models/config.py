@@ -1,4 +1,4 @@
-"""What a model is: its sizes and choices, and the exact counts that follow from them. Standard library only."""
+"""What a model is: its sizes, its choices, and the exact counts that follow. Standard library only."""
 
 from __future__ import annotations
 

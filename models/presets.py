@@ -141,7 +141,7 @@ PRESETS: dict[str, ModelConfig] = {config.name: config for config in _MODELS}
 
 
 def load_config(name_or_path: str) -> ModelConfig:
-    """The preset of that name, or the model whose fields a TOML or JSON file holds (`name` defaults to its stem)."""
+    """A preset, or the model whose fields a TOML or JSON file holds (`name` defaults to the file's stem)."""
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
@@ -160,6 +160,6 @@ def load_config(name_or_path: str) -> ModelConfig:
         ) from error
     except ValueError as error:
         raise ValueError(f"{path} must be valid {path.suffix[1:].upper()}, but: {error}") from error
-    if not isinstance(values, dict):
+    if not isinstance(values, dict):  # JSON may hold a list
         raise ValueError(f"{path} must hold one object of model fields, but holds {type(values).__name__}")
     return config_from_fields({"name": path.stem, **values}, str(path))

@@ -33,7 +33,7 @@ class _Rotary(Function):
     """Works in place on the first `heads` heads of a fused product; keeps nothing but the tables."""
 
     @staticmethod
-    def forward(ctx: Any, fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int) -> Tensor:
         ctx.mark_dirty(fused_TO)
         ctx.save_for_backward(cos_T1E, sin_T1E)
         ctx.heads = heads
@@ -41,9 +41,9 @@ class _Rotary(Function):
         return fused_TO
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_T1E, sin_T1E = ctx.saved_tensors
-        grad_TO = grads[0].clone(memory_format=torch.contiguous_format) if grads[0]._is_view() else grads[0]
+        grad_TO = grads[0]
         _turn(_leading_heads(grad_TO, ctx.heads, cos_T1E), cos_T1E, sin_T1E, -1)
         return grad_TO, None, None, None
 
@@ -54,8 +54,8 @@ def _leading_heads(fused_TO: Tensor, heads: int, cos_T1E: Tensor) -> Tensor:
 
 
 def rotate_(fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int) -> Tensor:
-    """Turns the first `heads` heads of each token by its position, in place; backward turns the gradient back.
+    """Turns the first `heads` heads of each token by its position, in place; backward turns back.
 
-    The result must be read through one `split`, whose backward makes the fresh gradient that is turned in place.
+    Read the result through one `split`: its backward makes the fresh gradient that is turned in place.
     """
     return _Rotary.apply(fused_TO, cos_T1E, sin_T1E, heads)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,172 @@
+"""This project under the benchmark: trains under torchrun and prints one JSON line (rank 0).
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 8 benchmarks/ours.py --tp 2 --pp 2 --dp 2
+
+`--microbatches` is per data-parallel rank, as in the peers' scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from triaxis.engine.optimizer import UpdateRule
+from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.models.batch import Batch
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.mesh import Mesh, build_mesh
+from triaxis.parallel.process_world import open_process_world
+from triaxis.parallel.topology import Topology
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(slots=True)
+class Record:
+    """What one rank measured, by timed step; losses of all steps."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    defaults = {"tp": 1, "pp": 1, "dp": 1, "zero": 0, "layers": 4, "hidden": 256, "heads": 4, "ffn": 704}
+    defaults |= {"vocab": 512, "seq": 128, "mbs": 2, "microbatches": 8, "steps": 10, "warmup": 2}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    parser.add_argument("--json", type=Path, help="also append the line here")
+    parser.add_argument("--profile", type=Path, help="write rank 0's operators of one more step here")
+    return parser.parse_args()
+
+
+def make_plan(arguments: argparse.Namespace) -> StepPlan:
+    model = ModelConfig(
+        name="benchmark",
+        vocab_size=arguments.vocab,
+        hidden_size=arguments.hidden,
+        layers=arguments.layers,
+        heads=arguments.heads,
+        kv_heads=arguments.heads,
+        ffn_size=arguments.ffn,
+        max_positions=arguments.seq,
+    )
+    return StepPlan(
+        model=model,
+        microbatch_size=arguments.mbs,
+        microbatches=arguments.microbatches,
+        sequence_length=arguments.seq,
+        sequence_parallel=arguments.sp,
+        zero=arguments.zero,
+        rule=UpdateRule(weight_decay=0.1),
+    )
+
+
+def make_batches(plan: StepPlan, step: int, data_rank: int) -> list[Batch]:
+    """A data-parallel rank's microbatches of a step: random starts and strides of 1 to 7, so it can be learnt."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + data_rank)
+    rows, length, vocab = plan.microbatch_size, plan.sequence_length, plan.model.vocab_size
+    positions_BL = torch.arange(length).expand(rows, length)
+    batches = []
+    for _ in range(plan.microbatches):
+        starts = torch.randint(0, vocab, (rows, 1), generator=generator)
+        strides = torch.randint(1, 8, (rows, 1), generator=generator)
+        ids = (starts + strides * torch.arange(length + 1)) % vocab
+        batches.append(
+            Batch(
+                tokens_BL=ids[:, :-1].contiguous(),
+                labels_BL=ids[:, 1:].contiguous(),
+                positions_BL=positions_BL,
+                documents_BL=None,
+            )
+        )
+    return batches
+
+
+def measure(step: TrainingStep, mesh: Mesh, *, steps: int, warmup_steps: int) -> Record:
+    """Times steps as the peers do: from a barrier to the barrier after the update."""
+    record = Record()
+    for number in range(warmup_steps + steps):
+        if number == warmup_steps:
+            mesh.clear_traffic()
+        mesh.everyone.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        result = step.train(make_batches(step.plan, number, mesh.dp_rank), LEARNING_RATE)
+        mesh.everyone.barrier()
+        if number >= warmup_steps:
+            record.step_seconds.append(time.perf_counter() - start)
+            record.cpu_seconds.append(time.process_time() - cpu_start)
+        record.losses.append(result.loss)
+    return record
+
+
+def profile_step(step: TrainingStep, mesh: Mesh, path: Path) -> None:
+    """One more step on all ranks; rank 0 writes its operators, the dearest by own CPU time first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step.train(make_batches(step.plan, 0, mesh.dp_rank), LEARNING_RATE)
+    if mesh.rank == 0:
+        path.write_text(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=60))
+
+
+def report(record: Record, mesh: Mesh, arguments: argparse.Namespace) -> dict[str, object]:
+    """The figures of all ranks. Collective."""
+    mine = {
+        "cpu_seconds": record.cpu_seconds,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "sent_bytes": mesh.sent_bytes(),
+    }
+    ranks: list[dict[str, object]] = [{} for _ in range(mesh.world.size)]
+    dist.all_gather_object(ranks, mine)
+    sent: dict[str, int] = {}
+    for rank in ranks:
+        for name, count in rank["sent_bytes"].items():  # type: ignore[attr-defined]
+            sent[name] = sent.get(name, 0) + count
+    return {
+        "tp": arguments.tp,
+        "pp": arguments.pp,
+        "dp": arguments.dp,
+        "zero": arguments.zero,
+        "step_seconds": record.step_seconds,
+        "cpu_seconds": [sum(each) for each in zip(*(r["cpu_seconds"] for r in ranks), strict=True)],  # type: ignore[misc]
+        "losses": record.losses,
+        "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
+        "sent_bytes_per_step": {name: count // arguments.steps for name, count in sent.items()},
+    }
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    world = open_process_world(
+        rank=int(os.environ["RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        timeout_seconds=300,
+        device="cpu",
+    )
+    mesh = build_mesh(world, Topology(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp))
+    step = TrainingStep(make_plan(arguments), mesh)
+    record = measure(step, mesh, steps=arguments.steps, warmup_steps=arguments.warmup)
+    line = json.dumps(report(record, mesh, arguments))
+    if arguments.profile is not None:
+        profile_step(step, mesh, arguments.profile)
+    if mesh.rank == 0:
+        print(line, flush=True)
+        if arguments.json is not None:
+            with arguments.json.open("a") as file:
+                file.write(line + "\n")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

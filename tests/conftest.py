@@ -1,0 +1,22 @@
+"""What every test shares: one torch thread, and which tests this machine can run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA device"
+    if os.environ.get("TRIAXIS_FULL") != "1":
+        reasons["full"] = "runs with TRIAXIS_FULL=1 (make test-full)"
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
