@@ -2,7 +2,7 @@
 PYTHON ?= python3
 OUT ?= output
 RANKS ?= 8
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0+cpu
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
@@ -24,8 +24,10 @@ $(STAMP): setup.py constraints.txt
 	@echo "set-up: making $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch --index-url $(TORCH_INDEX) \
-		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' || { \
+		echo "set-up: pip finds no $(TORCH). With a GPU: make set-up TORCH=torch==2.13.0 (some gigabytes of CUDA)."; \
+		echo "Without: set PIP_EXTRA_INDEX_URL to the CPU index that PyTorch's installation page names, and try again."; \
+		exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -18,7 +18,7 @@ setup(
     package_dir={f"triaxis.{room}": room for room in ROOMS},
     package_data={f"triaxis.{room}": ["py.typed"] for room in ROOMS},
     install_requires=[
-        "torch>=2.10",
+        "torch>=2.13",
         "numpy",
         "megatron-core>=0.16",
         "transformers",

@@ -20,7 +20,7 @@ class Size:
 
     @property
     def ffn(self) -> int:
-        """Two thirds of four times hidden, rounded up to 64: the rule that the peers' scripts have built in."""
+        """Two thirds of four times hidden, rounded up to 64: the rule in the peers' scripts."""
         return 64 * math.ceil(8 * self.hidden / 3 / 64)
 
 

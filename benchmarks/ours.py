@@ -73,10 +73,10 @@ def make_plan(arguments: argparse.Namespace) -> StepPlan:
 
 
 def make_batches(plan: StepPlan, step: int, data_rank: int) -> list[Batch]:
-    """A data-parallel rank's microbatches of a step: random starts and strides of 1 to 7, so it can be learnt."""
+    """A data-parallel rank's microbatches of a step: random starts, and strides of 1 to 7 to be learnt."""
     generator = torch.Generator().manual_seed(1_000_003 * step + data_rank)
     rows, length, vocab = plan.microbatch_size, plan.sequence_length, plan.model.vocab_size
-    positions_BL = torch.arange(length).expand(rows, length)
+    positions_BL = torch.arange(length).repeat(rows, 1)
     batches = []
     for _ in range(plan.microbatches):
         starts = torch.randint(0, vocab, (rows, 1), generator=generator)

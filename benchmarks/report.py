@@ -66,7 +66,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(case: Case, rounds: Rounds, peer: str, quantity: Quantity) -> Spread | None:
-    """Ours over the peer's, each round against the peer's run of the same round; None without a whole round."""
+    """Ours over the peer's, each round against the peer's run of that round; None without a whole one."""
     pairs = zip(rounds.get(OURS, []), rounds.get(peer, []), strict=False)
     found = [quantity.value(case, a) / quantity.value(case, b) for a, b in pairs if a and b]
     return spread(found) if found else None
@@ -98,7 +98,7 @@ def case_report(case: Case, rounds: Rounds) -> dict[str, object]:
 
 
 def case_table(case: Case, rounds: Rounds) -> str:
-    """The case for a terminal: a line for each stack, figures and, in brackets after ×, ours over the peer's."""
+    """The case for a terminal: a line for each stack, its figures and, after ×, ours over the peer's."""
     lines = [f"{case.title}: {case.tokens_per_step} tokens a step; median, and ours ÷ theirs (least–most)"]
     for name, runs in rounds.items():
         done = [run for run in runs if run]

@@ -27,9 +27,7 @@ VARIABLE = "TRIAXIS_PEER_PYTHON_"
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, few steps, hidden 256, 1 and 8 ranks"
-    )
+    parser.add_argument("--quick", action="store_true", help="a look: one round, few steps, two layouts")
     parser.add_argument("--rounds", type=int, help="times that every stack runs a case (3)")
     parser.add_argument("--steps", type=int, help="timed steps of a run (8)")
     parser.add_argument("--layout", action="append", help="tp,pp,dp; may be repeated")

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One run. step_seconds, cpu_seconds: medians over steps, CPU summed over ranks; sent: over ranks, per step."""
+    """One run. Seconds: medians over steps, CPU summed over ranks; sent_bytes: over ranks, of a step."""
 
     step_seconds: float
     cpu_seconds: float

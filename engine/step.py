@@ -1,13 +1,13 @@
 """One optimizer step on one rank: microbatches through the pipeline, gradients summed, clipped, applied.
 
-    batches → token count (world) → forwards and backwards by the schedule (tp, pp; dp overlapped)
-            → sums over dp, tp and tied stages → norm and loss (world) → update of the shards → publish (dp)
+batches → token count (world) → forwards and backwards by the schedule (tp, pp; dp overlapped)
+        → sums over dp, tp and tied stages → norm and loss (world) → update of the shards → publish (dp)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,13 +46,13 @@ class StepPlan:
     dtype: str = "fp32"
     accumulate_dtype: str | None = None
     max_grad_norm: float = 1.0
-    rule: UpdateRule = UpdateRule()
+    rule: UpdateRule = field(default_factory=UpdateRule)
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The same on every rank. loss: mean over the global batch's trained tokens, in nats; grad_norm: before clipping."""
+    """The same on every rank. loss: mean of the global batch's trained tokens, nats; grad_norm: before clipping."""
 
     loss: float
     grad_norm: float
@@ -109,7 +109,10 @@ class TrainingStep:
             mesh.pp,
             lower(schedule)[mesh.pp.rank],
             [_Chunk(stage, index, self) for index, stage in enumerate(self.stages)],
-            activation_shape=(tokens // (mesh.tp.size if plan.sequence_parallel else 1), plan.model.hidden_size),
+            activation_shape=(
+                tokens // (mesh.tp.size if plan.sequence_parallel else 1),
+                plan.model.hidden_size,
+            ),
             dtype=dtype,
             device=mesh.world.device,
         )
@@ -138,7 +141,9 @@ class TrainingStep:
         norm = squared_norm.sqrt()
         coefficient = torch.ones_like(norm)
         if self.plan.max_grad_norm > 0:
-            coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
+            coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(
+                1.0
+            )
         self.optimizer.step(learning_rate, coefficient)
         self.data_parallel.publish()
         return StepResult(

@@ -123,16 +123,21 @@ def train(config: RunConfig, resolved: ResolvedRun, world: World) -> Summary:
     directory = run_directory(config)
     speaks = world.rank == 0
     sources = [loader.source.summary()] + ([evaluation.source.summary()] if evaluation is not None else [])
-    with MetricsWriter(directory, speaks=speaks, report_to=config.report_to) as metrics, Progress(
-        total_steps, speaks=speaks, logging_steps=config.logging_steps
-    ) as progress:
+    with (
+        MetricsWriter(directory, speaks=speaks, report_to=config.report_to) as metrics,
+        Progress(total_steps, speaks=speaks, logging_steps=config.logging_steps) as progress,
+    ):
         progress.announce(_opening(config, resolved, total_steps, sources))
         summary = _train(config, resolved, mesh, step, loader, evaluation, total_steps, metrics, progress)
     if speaks:
         picture = plot_run(directory)
         progress.announce(
             f"loss {summary.loss:.4f}"
-            + (f", held-out loss {summary.eval_loss:.4f} nats per token" if summary.eval_loss is not None else "")
+            + (
+                f", held-out loss {summary.eval_loss:.4f} nats per token"
+                if summary.eval_loss is not None
+                else ""
+            )
             + f"\npicture: {picture}\nmetrics: {directory / 'metrics.jsonl'}"
         )
     return summary

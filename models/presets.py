@@ -89,10 +89,10 @@ def _qwen2(
 
 _MODELS = (
     _llama(
-        "tiny", hidden=128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=257, positions=1024, theta=10000.0
+        "tiny", hidden=96, layers=8, heads=4, kv_heads=2, ffn=256, vocab=257, positions=1024, theta=10000.0
     ),
     _llama(
-        "small", hidden=256, layers=6, heads=8, kv_heads=4, ffn=704, vocab=257, positions=1024, theta=10000.0
+        "small", hidden=256, layers=8, heads=8, kv_heads=4, ffn=704, vocab=257, positions=1024, theta=10000.0
     ),
     ModelConfig(
         name="gpt2-124m",

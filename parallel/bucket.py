@@ -116,22 +116,26 @@ class Bucket:
     @torch.no_grad()
     def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
         size = self.padded_elements // self.group.size
-        self.start, self.stop = (self.group.rank * size, (self.group.rank + 1) * size) if self.stage else (
-            0,
-            self.padded_elements,
+        self.start, self.stop = (
+            (self.group.rank * size, (self.group.rank + 1) * size)
+            if self.stage
+            else (
+                0,
+                self.padded_elements,
+            )
         )
         self.shard = self.parameters[self.start : self.stop]
         if self.stage == 3:
             self.shard = self.shard.clone()
         self.master = self.shard if master_dtype == self.shard.dtype else self.shard.to(master_dtype)
         self.segments = cut_segments(self._pieces, self.start, self.stop)
-        make = {"dtype": accumulate_dtype, "device": self.parameters.device}
+        device = self.parameters.device
         self._buffer: Tensor | None = None
         if self.stage < 2:
-            self._buffer = torch.zeros(self.padded_elements, **make)
+            self._buffer = torch.zeros(self.padded_elements, dtype=accumulate_dtype, device=device)
             self.gradient_shard = self._buffer[self.start : self.stop]
         else:
-            self.gradient_shard = torch.zeros(self.stop - self.start, **make)
+            self.gradient_shard = torch.zeros(self.stop - self.start, dtype=accumulate_dtype, device=device)
         self._slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
         for member, slot in zip(self.members, self._slots, strict=True):
             member.gradient_slot = slot  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ class GradientSlot:
     buffers are never zeroed first. `find_buffer` returns the parameter's part of the buffer, in its shape.
     """
 
-    __slots__ = ("_find_buffer", "empty", "complete")
+    __slots__ = ("_find_buffer", "complete", "empty")
 
     def __init__(self, find_buffer: Callable[[], Tensor]) -> None:
         self._find_buffer = find_buffer
@@ -72,7 +72,9 @@ def slot_of(parameter: nn.Parameter) -> GradientSlot | None:
     return getattr(parameter, "gradient_slot", None)
 
 
-def weight_gradient(weight: nn.Parameter, grad_TO: Tensor, input_TI: Tensor, rows: int | None = None) -> Tensor | None:
+def weight_gradient(
+    weight: nn.Parameter, grad_TO: Tensor, input_TI: Tensor, rows: int | None = None
+) -> Tensor | None:
     """The gradient of a weight [O, I] used as input_TI · weightᵀ; only the first `rows` rows were used."""
     slot = slot_of(weight)
     if slot is not None:

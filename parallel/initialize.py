@@ -26,7 +26,8 @@ def normal_elements(seed: int, name: str, first: int, count: int) -> Tensor:
     skipped = first % WORDS_PER_COUNT
     words = np.asarray(stream.random_raw(count + skipped))[skipped:]
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return torch.special.ndtri(torch.from_numpy(uniform))
+    values: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
+    return values
 
 
 def _fill_normal(piece: Tensor, layout: ParameterLayout, seed: int) -> None:

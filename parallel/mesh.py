@@ -96,7 +96,7 @@ class Mesh:
         from triaxis.parallel.process_world import ProcessWorld
 
         if not isinstance(self.world, ProcessWorld):
-            raise ValueError(  # noqa: TRY004  (a setting is wrong, not a type)
+            raise ValueError(
                 f"a device mesh must be made in the process world, but this is the {self.world.name} world; "
                 "start the ranks with the launcher"
             )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from triaxis.parallel.failure import RankError, call_site
 from triaxis.parallel.group import Group, Work, World
 from triaxis.parallel.summation import HALVES, summed
@@ -69,8 +70,8 @@ class _Pending:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self._tensors)
         return RankError(
-            f"{self._what}{' of ' * bool(shapes)}{shapes} at {self._site} failed: a rank died, came too late or asked for "
-            f"something else ({reason})"
+            f"{self._what}{' of ' * bool(shapes)}{shapes} at {self._site} failed: a rank died, came too late or asked "
+            f"for something else ({reason})"
         )
 
 
@@ -107,7 +108,7 @@ class ProcessGroup(Group):
         output, shard = output.detach().view(-1), shard.detach().view(-1)
 
         def start() -> list[Any]:
-            return [dist.all_gather_into_tensor(output, shard, group=self.handle, async_op=True)]
+            return [dist.all_gather_single(output, shard, group=self.handle, async_op=True)]
 
         return self._pending("all_gather", start, output, shard)
 
@@ -115,7 +116,7 @@ class ProcessGroup(Group):
         shard, whole = shard.detach().view(-1), whole.detach().view(-1)
 
         def start() -> list[Any]:
-            return [dist.reduce_scatter_tensor(shard, whole, group=self.handle, async_op=True)]
+            return [dist.reduce_scatter_single(shard, whole, group=self.handle, async_op=True)]
 
         return self._pending("reduce_scatter", start, shard, whole)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
 from triaxis.parallel.failure import RankError
 
 Key = tuple[object, ...]

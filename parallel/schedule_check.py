@@ -66,7 +66,7 @@ def check_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
         if len(computed) < len(order):
             _fail(programs, rank, len(program), f"never computes {order[len(computed)]}")
     run = _Run(schedule, programs)
-    while any([run.advance(rank) for rank in range(schedule.pp)]):
+    while sum(run.advance(rank) for rank in range(schedule.pp)):  # every rank, not up to the first
         pass
     run.check_end()
 

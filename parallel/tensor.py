@@ -136,9 +136,9 @@ class ColumnParallelLinear(nn.Module):
         cuts = [_cut(part, mesh.tp) for part in parts]
         self.local_rows = [cut.rows for cut in cuts]
         size = sum(self.local_rows)
-        make = {"dtype": dtype, "device": mesh.world.device}
-        self.weight = nn.Parameter(torch.empty(size, in_features, **make))
-        self.bias = nn.Parameter(torch.empty(size, **make)) if bias else None
+        device = mesh.world.device
+        self.weight = nn.Parameter(torch.empty(size, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if bias else None
         pieces = list(zip(parts, cuts, strict=True))
         declare(
             self.weight,
@@ -195,8 +195,8 @@ class RowParallelLinear(nn.Module):
         if in_features % mesh.tp.size:
             raise ValueError(f"`tp` must divide the {in_features} inputs of {name}, but is {mesh.tp.size}")
         size = in_features // mesh.tp.size
-        make = {"dtype": dtype, "device": mesh.world.device}
-        self.weight = nn.Parameter(torch.empty(out_features, size, **make))
+        device = mesh.world.device
+        self.weight = nn.Parameter(torch.empty(out_features, size, dtype=dtype, device=device))
         declare(
             self.weight,
             ParameterLayout(
@@ -209,7 +209,7 @@ class RowParallelLinear(nn.Module):
                 std=std,
             ),
         )
-        self.bias = nn.Parameter(torch.empty(out_features, **make)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         if self.bias is not None:
             layout = replicated(
                 f"{name}.bias", (out_features,), mesh.tp, sequence_parallel=sequence_parallel, init=Init.ZEROS

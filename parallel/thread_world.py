@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
 from triaxis.parallel.failure import RankError, call_site
 from triaxis.parallel.group import DONE, Group, Work, World
 from triaxis.parallel.rendezvous import Call, Hub, Pending

@@ -95,7 +95,9 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = mesh.tp, sequence_parallel
-        self.weight = vocabulary_parameter(mesh, name, vocab_size, hidden_size, tied=tied, std=std, dtype=dtype)
+        self.weight = vocabulary_parameter(
+            mesh, name, vocab_size, hidden_size, tied=tied, std=std, dtype=dtype
+        )
         layout = self.weight.layouts[0]  # type: ignore[attr-defined]
         self.start, self.valid = layout.start, layout.stop - layout.start
 
@@ -208,8 +210,10 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel, self.chunk_logits = mesh.tp, sequence_parallel, chunk_logits
         self.vocab_size = vocab_size
-        self.weight = weight if weight is not None else vocabulary_parameter(
-            mesh, name, vocab_size, hidden_size, tied=tied, std=std, dtype=dtype
+        self.weight = (
+            weight
+            if weight is not None
+            else vocabulary_parameter(mesh, name, vocab_size, hidden_size, tied=tied, std=std, dtype=dtype)
         )
         layout = self.weight.layouts[0]  # type: ignore[attr-defined]
         self.start, self.valid = layout.start, layout.stop - layout.start

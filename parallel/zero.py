@@ -34,7 +34,9 @@ class Unit:
     in_backward: bool = False
 
 
-def group_parameters(module: nn.Module, wrap: tuple[type[nn.Module], ...]) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+def group_parameters(
+    module: nn.Module, wrap: tuple[type[nn.Module], ...]
+) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """Each unit's module and its own parameters, the root first; every parameter once."""
     units = [m for m in module.modules() if m is not module and isinstance(m, wrap)]
     uses: dict[nn.Parameter, int] = {}
@@ -142,7 +144,9 @@ class ZeroDataParallel:
                 if self.stage == 3:
                     bucket.release()
 
-    def _completion(self, unit: Unit, bucket: Bucket, member: nn.Parameter) -> Callable[[object, object], None]:
+    def _completion(
+        self, unit: Unit, bucket: Bucket, member: nn.Parameter
+    ) -> Callable[[object, object], None]:
         slot = slot_of(member)
         assert slot is not None
 
@@ -249,11 +253,7 @@ class ZeroDataParallel:
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm (float64): summed over all ranks, each element counts once."""
-        runs = [
-            run
-            for bucket in self.buckets
-            for run in self._counted_runs(bucket)
-        ]
+        runs = [run for bucket in self.buckets for run in self._counted_runs(bucket)]
         if not runs:
             return torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         return torch.stack(torch._foreach_norm(runs)).double().square().sum()
@@ -300,4 +300,3 @@ class ZeroDataParallel:
             sizes["gradients"] += bucket.gradient_bytes()
             sizes["masters"] += 0 if bucket.master is bucket.shard else bucket.master.nbytes
         return sizes
-

@@ -160,7 +160,14 @@ def held_weights(step: TrainingStep) -> list[Piece]:
 
 
 def train_rank(
-    mesh: Mesh, layout: Layout, *, model: ModelConfig, rule: str, dtype: str, steps: int, fault: Fault | None = None
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    model: ModelConfig,
+    rule: str,
+    dtype: str,
+    steps: int,
+    fault: Fault | None = None,
 ) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
     """One rank's run: losses, norms, first gradients, weights after every step."""
     step = TrainingStep(plan_of(layout, model, rule, dtype), mesh)
@@ -249,7 +256,9 @@ def disagreements(found: Run, reference: Run, dtype: str) -> list[str]:
         expected = reference.gradients[name]
         difference = float((found.gradients[name] - expected).norm())
         if not (difference <= loose * float(expected.norm()) or difference <= tiny * reference.norms[0]):
-            faults.append(f"gradient of {name}: off by {difference:.2e}, its norm is {float(expected.norm()):.2e}")
+            faults.append(
+                f"gradient of {name}: off by {difference:.2e}, its norm is {float(expected.norm()):.2e}"
+            )
     if not found.replicas_equal:
         faults.append("replicas are not bit-identical")
     return faults
@@ -269,8 +278,13 @@ def legal_layouts(limit: int) -> list[Layout]:
                         for sp in (False, True):
                             layouts.append(
                                 Layout(
-                                    tp=tp, pp=pp, dp=dp, zero=zero, sp=sp,
-                                    schedule=schedule, virtual_stages=virtual_stages,
+                                    tp=tp,
+                                    pp=pp,
+                                    dp=dp,
+                                    zero=zero,
+                                    sp=sp,
+                                    schedule=schedule,
+                                    virtual_stages=virtual_stages,
                                 )
                             )
     return layouts

@@ -8,8 +8,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
-
 from agreement import (
     MODEL,
     RULES,
@@ -22,6 +20,8 @@ from agreement import (
     reference_layout,
     run,
 )
+from torch import Tensor
+
 from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import IGNORED
 from triaxis.models.config import ModelConfig
@@ -89,7 +89,9 @@ def test_a_layout_agrees_in_float64(layout: Layout, model: ModelConfig) -> None:
 def test_bucket_sizes_do_not_change_training() -> None:
     layout = Layout(dp=4, zero=2, pp=2, schedule="1f1b")
     for bucket_elements in (1, 256, 1 << 20):
-        assert disagreements_are_none(replace(layout, bucket_elements=bucket_elements), MODEL, "sgd, no clip", "fp64")
+        assert disagreements_are_none(
+            replace(layout, bucket_elements=bucket_elements), MODEL, "sgd, no clip", "fp64"
+        )
 
 
 # Planted faults: each must make the check fail.
@@ -167,5 +169,7 @@ FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_a_planted_fault_is_seen(name: str, dtype: str) -> None:
     layout = Layout(tp=2, pp=2, dp=2, zero=1, sp=True)
-    assert not check(layout, MODEL, "adamw, clip 1", dtype), "the layout must agree before the fault is planted"
+    assert not check(layout, MODEL, "adamw, clip 1", dtype), (
+        "the layout must agree before the fault is planted"
+    )
     assert check(layout, MODEL, "adamw, clip 1", dtype, FAULTS[name])

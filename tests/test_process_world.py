@@ -1,64 +1,21 @@
 """Groups of Gloo processes: the same meaning as threads, and a dead process is told to the others."""
 
-import multiprocessing
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from processes import run_processes
+
 from triaxis.parallel.failure import RankError
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.process_world import LARGE_GATHER_BYTES, open_process_world
 from triaxis.parallel.thread_world import run_threads
 from triaxis.parallel.topology import Topology
-
-
-def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list[Any]:
-    """What `main` returned, or the text of what it raised, by rank; None for a rank that was killed."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)
-        for other, (_, writer) in enumerate(pipes):
-            if other != rank:
-                writer.close()
-        try:
-            world = open_process_world(
-                rank=rank,
-                size=size,
-                local_rank=rank,
-                timeout_seconds=20,
-                init_method=f"file://{folder}/store",
-                device="cpu",
-            )
-            result: Any = main(world)
-            world.close()
-        except Exception as error:  # noqa: BLE001  (sent to the test)
-            result = f"{type(error).__name__}: {error}"
-        pipes[rank][1].send(result)
-
-    processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for _, writer in pipes:
-        writer.close()
-    results: list[Any] = []
-    for reader, _ in pipes:
-        try:
-            results.append(reader.recv() if reader.poll(40) else "TimeoutError: no result")
-        except EOFError:
-            results.append(None)
-    for process in processes:
-        process.join(10)
-        process.kill()
-    return results
 
 
 def every_operation(world: World) -> dict[str, list[float]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from triaxis.parallel.group import Group, World
 from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.thread_world import RankError, run_threads

@@ -1,6 +1,7 @@
 """Rank arithmetic, without ranks."""
 
 import pytest
+
 from triaxis.parallel.topology import Topology, describe, resolve_topology
 
 SIXTEEN = Topology(dp=4, tp=2, pp=2)
