@@ -137,7 +137,7 @@ def report(record: Record, mesh: Mesh, arguments: argparse.Namespace) -> dict[st
         "dp": arguments.dp,
         "zero": arguments.zero,
         "step_seconds": record.step_seconds,
-        "cpu_seconds": [sum(each) for each in zip(*(r["cpu_seconds"] for r in ranks), strict=True)],  # type: ignore[misc]
+        "cpu_seconds": [sum(each) for each in zip(*(r["cpu_seconds"] for r in ranks), strict=True)],
         "losses": record.losses,
         "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
         "sent_bytes_per_step": {name: count // arguments.steps for name, count in sent.items()},

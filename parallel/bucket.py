@@ -94,9 +94,9 @@ class Bucket:
                 elements += layout.elements
         unit = group.size * ALIGNMENT_ELEMENTS
         self.elements, self.padded_elements = elements, -(-elements // unit) * unit
+        self._gathering: Work | None = None
         self._place_parameters(fill)
         self._make_states(accumulate_dtype, master_dtype)
-        self._gathering: Work | None = None
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
         self.pending = 0
         self.reduced_once = False
@@ -176,11 +176,16 @@ class Bucket:
 
     def gather(self) -> None:
         self.start_gather()
+        self._finish_gather()
+
+    def _finish_gather(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def release(self) -> None:
+        """Frees the parameters; a gather under way ends first."""
+        self._finish_gather()
         self.parameters.untyped_storage().resize_(0)
 
     # Gradients.

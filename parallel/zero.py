@@ -206,7 +206,6 @@ class ZeroDataParallel:
     def _release_after_backward(unit: Unit) -> None:
         unit.in_backward = False
         for bucket in unit.buckets:
-            bucket.gather()
             bucket.release()
 
     # One optimizer step.

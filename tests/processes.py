@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list
             world.close()
         except Exception as error:  # noqa: BLE001  (sent to the test)
             result = f"{type(error).__name__}: {error}"
-        pipes[rank][1].send(result)
+        pipes[rank][1].send_bytes(
+            pickle.dumps(result)
+        )  # not `send`: it would share tensors, and its process ends
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
     for process in processes:
@@ -46,7 +49,9 @@ def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list
     results: list[Any] = []
     for reader, _ in pipes:
         try:
-            results.append(reader.recv() if reader.poll(40) else "TimeoutError: no result")
+            results.append(
+                pickle.loads(reader.recv_bytes()) if reader.poll(40) else "TimeoutError: no result"
+            )
         except EOFError:
             results.append(None)
     for process in processes:

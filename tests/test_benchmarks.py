@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import run  # noqa: E402
 from benchmarks.cases import LAYOUTS, SIZES, Case, Layout, parse_layout  # noqa: E402
 from benchmarks.report import QUANTITIES, case_report, case_table, draw, ratios  # noqa: E402
-from benchmarks.stacks import STACKS, Measurement  # noqa: E402
+from benchmarks.stacks import STACKS, Measurement, Stack  # noqa: E402
 
 CASE = Case(size=SIZES[256], layout=Layout(tp=2, dp=2), steps=4)
 BY_NAME = {stack.name: stack for stack in STACKS}
@@ -44,15 +45,14 @@ def test_a_wrong_layout_is_named(text: str) -> None:
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
-def test_every_stack_is_asked_for_the_same_work(stack: object) -> None:
-    assert stack in STACKS
+def test_every_stack_is_asked_for_the_same_work(stack: Stack) -> None:
     size = CASE.size
-    command = BY_NAME[getattr(stack, "name", "")].command("python", Path("peers"), CASE, Path("answer"))
+    command = stack.command("python", Path("peers"), CASE, Path("answer"))
     assert flag(command, "--nproc-per-node") == "4"
     for name, value in (("--layers", size.layers), ("--hidden", size.hidden), ("--heads", size.heads)):
         assert flag(command, name) == str(value)
     counts = {"megatron": ("--micro", "--num-micro"), "deepspeed": ("--mbs", "--accum")}
-    rows, microbatches = counts.get(getattr(stack, "name", ""), ("--mbs", "--microbatches"))
+    rows, microbatches = counts.get(stack.name, ("--mbs", "--microbatches"))
     assert (flag(command, rows), flag(command, microbatches)) == ("2", "8")
 
 
@@ -93,6 +93,7 @@ def test_a_missing_peer_is_explained(tmp_path: Path) -> None:
     assert run.find_python("native", [], {"TRIAXIS_PEER_PYTHON_NATIVE": "/y"}) == "/y"
 
 
+@pytest.mark.processes
 def test_ours_runs(tmp_path: Path) -> None:
     arguments = ["--steps", "1", "--hidden", "64", "--layers", "1", "--heads", "2", "--ffn", "64"]
     command = [
@@ -102,8 +103,6 @@ def test_ours_runs(tmp_path: Path) -> None:
         "--standalone",
         str(ROOT / "benchmarks/ours.py"),
     ]
-    import subprocess
-
     answer = tmp_path / "answer.json"
     subprocess.run([*command, *arguments, "--json", str(answer)], check=True, timeout=120)
     found = BY_NAME["ours"].read(answer)

@@ -1,0 +1,148 @@
+"""Model states per rank, measured in the run, equal ZeRO's formulas; small gradients are not lost in the sum."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from agreement import LENGTH, MODEL, sequences
+from torch import Tensor, nn
+
+from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.parallel.group import World
+from triaxis.parallel.layout import declare_replicated
+from triaxis.parallel.mesh import build_mesh
+from triaxis.parallel.thread_world import run_threads
+from triaxis.parallel.topology import Topology
+from triaxis.parallel.zero import ZeroDataParallel
+
+LARGER = replace(MODEL, hidden_size=64, ffn_size=192, layers=2, max_positions=LENGTH)
+TOLERANCE = 0.03
+
+# Bytes for each parameter that every rank holds, and that the ranks share.
+FORMULAS = {
+    None: {0: (18, 0), 1: (6, 12), 2: (2, 16), 3: (0, 18)},
+    "bf16": {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)},
+}
+
+
+def live_storages() -> dict[int, int]:
+    """Address and bytes of every storage that a live tensor of this process uses."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor) and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    storages.pop(0, None)
+    return storages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    counted_bytes: int
+    elements: int
+    padded_elements: int
+    all_ranks_bytes: int
+
+
+def measure(dp: int, zero: int, accumulate_dtype: str | None, bucket_elements: int) -> list[Measured]:
+    """After two steps. `all_ranks_bytes`: what is live in the process that was not before the run."""
+    plan = StepPlan(
+        model=LARGER,
+        microbatch_size=1,
+        microbatches=2,
+        sequence_length=LENGTH,
+        zero=zero,
+        dtype="bf16",
+        accumulate_dtype=accumulate_dtype,
+        bucket_elements=bucket_elements,
+    )
+    before = live_storages()
+
+    def main(world: World) -> Measured:
+        mesh = build_mesh(world, Topology(dp=dp))
+        step = TrainingStep(plan, mesh)
+        for number in range(2):
+            rows = sequences(number, 2 * dp, LARGER.vocab_size)
+            step.train(rows[2 * mesh.dp.rank : 2 * mesh.dp.rank + 2], 1e-3)
+        del rows
+        mesh.everyone.barrier()
+        now = live_storages() if world.rank == 0 else {}
+        mesh.everyone.barrier()
+        buckets = step.data_parallel.buckets
+        return Measured(
+            counted_bytes=sum(step.state_bytes().values()),
+            elements=sum(bucket.elements for bucket in buckets),
+            padded_elements=sum(bucket.padded_elements for bucket in buckets),
+            all_ranks_bytes=sum(size for place, size in now.items() if place not in before),
+        )
+
+    return run_threads(dp, main)
+
+
+@pytest.mark.parametrize("accumulate_dtype", [None, "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dp", "bucket_elements"), [(2, 1 << 20), (4, 20_000)])
+def test_model_states_equal_the_formulas(
+    dp: int, bucket_elements: int, zero: int, accumulate_dtype: str | None
+) -> None:
+    ranks = measure(dp, zero, accumulate_dtype, bucket_elements)
+    whole, shared = FORMULAS[accumulate_dtype][zero]
+    for rank in ranks:
+        assert rank.elements == LARGER.parameters()
+        padding = rank.padded_elements - rank.elements
+        formula = rank.elements * (whole + shared / dp)
+        padding_bytes = padding * (whole + shared / dp)
+        assert formula * (1 - TOLERANCE) <= rank.counted_bytes <= formula * (1 + TOLERANCE) + padding_bytes
+    counted = sum(rank.counted_bytes for rank in ranks)
+    assert counted <= ranks[0].all_ranks_bytes <= counted * (1 + TOLERANCE)
+
+
+LARGE, SMALL, SMALL_COUNT = 1.0, 0.00193, 256  # in bf16, 1 + 0.00193 is 1
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return (self.weight * factor).sum()
+
+
+def accumulated(zero: int, accumulate_dtype: torch.dtype | None) -> Tensor:
+    """The gradient of one large and many small microbatches on each of two ranks."""
+
+    def main(world: World) -> Tensor:
+        mesh = build_mesh(world, Topology(dp=2))
+        module = Scaled()
+        declare_replicated(module, mesh.tp)
+        parallel = ZeroDataParallel([module], mesh.dp, stage=zero, accumulate_dtype=accumulate_dtype)
+        parallel.start_step()
+        for number, factor in enumerate([LARGE] + [SMALL] * SMALL_COUNT):
+            loss = module(torch.tensor(factor, dtype=torch.bfloat16))
+            parallel.start_backward(0, last=number == SMALL_COUNT)
+            loss.backward()
+            parallel.finish_backward(0)
+        parallel.synchronize_gradients()
+        ((_, gradient),) = list(parallel.gathered_gradients())
+        return gradient.clone()
+
+    return run_threads(2, main)[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_small_gradients_of_bf16_weights_are_not_lost(zero: int) -> None:
+    small = torch.tensor(SMALL, dtype=torch.bfloat16).item()
+    gradient = accumulated(zero, None)
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(
+        gradient, torch.full((5,), 2 * (LARGE + SMALL_COUNT * small)), rtol=1e-6, atol=0
+    )
+
+
+def test_a_sum_in_bf16_loses_them() -> None:
+    assert accumulated(0, torch.bfloat16).tolist() == [2 * LARGE] * 5

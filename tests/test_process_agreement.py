@@ -1,0 +1,48 @@
+"""Four layouts on real Gloo processes give the thread world's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agreement import MODEL, TIED, Layout, Piece, collect, disagreements, run, train_rank
+from processes import run_processes
+
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.group import World
+from triaxis.parallel.mesh import build_mesh
+from triaxis.parallel.topology import Topology
+
+STEPS = 3
+ROWS = [
+    (Layout(tp=2, pp=2, dp=2, zero=1, sp=True), TIED),
+    (Layout(tp=2, dp=2, zero=3), MODEL),
+    (Layout(pp=2, dp=2, zero=2, schedule="interleaved", virtual_stages=2), TIED),
+    (Layout(dp=4, zero=0), MODEL),
+]
+
+
+def portable(pieces: list[Piece]) -> list[Piece]:
+    """The pieces without what belongs to one process (groups), for a pipe."""
+    return [(replace(layout, sums=()), tensor) for layout, tensor in pieces]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("layout", "model"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
+def test_processes_train_the_thread_worlds_model(layout: Layout, model: ModelConfig, tmp_path: Path) -> None:
+    rule = "adamw, clip 0.1"
+
+    def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
+        mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
+        losses, norms, gradients, weights = train_rank(
+            mesh, layout, model=model, rule=rule, dtype="fp64", steps=STEPS
+        )
+        return losses, norms, portable(gradients), [portable(pieces) for pieces in weights]
+
+    ranks = run_processes(layout.size, tmp_path, main)
+    failures = [rank for rank in ranks if not isinstance(rank, tuple)]
+    assert not failures, failures[0]
+    expected = run(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
+    assert len(expected.gradients) == len({layout.name for rank in ranks for layout, _ in rank[2]})
+    assert not disagreements(collect(ranks), expected, "fp64")
