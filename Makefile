@@ -7,9 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 ROOMS := engine parallel models launch
-TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 400 --seq 128 \
-	--per_device_train_batch_size 4 --microbatches 4 --learning_rate 3e-3 --warmup_ratio 0.05 \
-	--eval_steps 100 --logging_steps 20
+TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --seq 128 \
+	--per_device_train_batch_size 8 --microbatches 2 --learning_rate 4e-3 --warmup_ratio 0.1 \
+	--eval_steps 40 --logging_steps 10
 
 export OMP_NUM_THREADS ?= 1
 

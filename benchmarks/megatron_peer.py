@@ -1,6 +1,6 @@
 """Starts the megatron-core peer with our model: megatron_peer.py SCRIPT FFN_SIZE [flags of the script].
 
-The script fixes an MLP of 4 × hidden, LayerNorm and biases, which is about half as much work again.
+The script fixes an MLP of 4 × hidden, LayerNorm and biases, whose matrices are a third larger.
 """
 
 from __future__ import annotations

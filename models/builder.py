@@ -126,7 +126,7 @@ class Stage(nn.Module):
         output_TD = self._hidden(hidden_TD, batch)
         if self.head is None:
             return output_TD
-        loss: Tensor = self.head(output_TD, batch.labels_BL.view(-1), scale)
+        loss: Tensor = self.head(output_TD, batch.labels_BL.reshape(-1), scale)
         return loss
 
     def logits(self, hidden_TD: Tensor | None, batch: Batch) -> Tensor:
@@ -137,9 +137,9 @@ class Stage(nn.Module):
     def _hidden(self, hidden_TD: Tensor | None, batch: Batch) -> Tensor:
         context = self._context(batch)
         if self.embedding is not None:
-            hidden_TD = self.embedding(batch.tokens_BL.view(-1))
+            hidden_TD = self.embedding(batch.tokens_BL.reshape(-1))
             if self.positions is not None:
-                hidden_TD = hidden_TD + self.positions(batch.positions_BL.view(-1))
+                hidden_TD = hidden_TD + self.positions(batch.positions_BL.reshape(-1))
         assert hidden_TD is not None, "a stage behind the first needs the hidden state of the one before it"
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
@@ -165,7 +165,7 @@ class Stage(nn.Module):
             )
         cos_T1E = sin_T1E = None
         if self.cos_PE is not None and self.sin_PE is not None:
-            positions_T = batch.positions_BL.view(-1)
+            positions_T = batch.positions_BL.reshape(-1)
             cos_T1E, sin_T1E = (x[positions_T].unsqueeze(1) for x in (self.cos_PE, self.sin_PE))
         documents_BL = batch.documents_BL
         return SequenceContext(

@@ -54,6 +54,21 @@ def _llama2(name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, f
     )
 
 
+def _machine(name: str, *, hidden: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
+    """Bytes and a separator for vocabulary; initial weights of 1/√hidden, which learn soon at such sizes."""
+    return ModelConfig(
+        name=name,
+        vocab_size=257,
+        hidden_size=hidden,
+        layers=8,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_size=ffn,
+        max_positions=1024,
+        init_std=round(hidden**-0.5, 3),
+    )
+
+
 def _llama3(name: str, *, hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:
     return _llama(
         name,
@@ -88,12 +103,8 @@ def _qwen2(
 
 
 _MODELS = (
-    _llama(
-        "tiny", hidden=96, layers=8, heads=4, kv_heads=2, ffn=256, vocab=257, positions=1024, theta=10000.0
-    ),
-    _llama(
-        "small", hidden=256, layers=8, heads=8, kv_heads=4, ffn=704, vocab=257, positions=1024, theta=10000.0
-    ),
+    _machine("tiny", hidden=96, heads=4, kv_heads=2, ffn=256),
+    _machine("small", hidden=256, heads=8, kv_heads=4, ffn=704),
     ModelConfig(
         name="gpt2-124m",
         vocab_size=50257,

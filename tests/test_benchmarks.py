@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import run  # noqa: E402
 from benchmarks.cases import LAYOUTS, SIZES, Case, Layout, parse_layout  # noqa: E402
-from benchmarks.report import QUANTITIES, case_report, case_table, draw, ratios  # noqa: E402
+from benchmarks.report import QUANTITIES, Rounds, case_report, case_table, draw, ratios  # noqa: E402
 from benchmarks.stacks import STACKS, Measurement, Stack  # noqa: E402
 
 CASE = Case(size=SIZES[256], layout=Layout(tp=2, dp=2), steps=4)
@@ -62,7 +62,7 @@ def test_deepspeed_refuses_tensor_parallelism() -> None:
 
 
 def test_ratios_pair_the_runs_of_a_round() -> None:
-    rounds = {
+    rounds: Rounds = {
         "ours": [measurement(1.0), None, measurement(2.0)],
         "native": [measurement(c) for c in (2, 9, 8)],
     }
@@ -72,7 +72,7 @@ def test_ratios_pair_the_runs_of_a_round() -> None:
 
 
 def test_reports_survive_a_failed_stack(tmp_path: Path) -> None:
-    rounds = {"ours": [measurement(1.0)], "native": [measurement(2.0)], "megatron": [None]}
+    rounds: Rounds = {"ours": [measurement(1.0)], "native": [measurement(2.0)], "megatron": [None]}
     assert "megatron   failed" in case_table(CASE, rounds)
     report = case_report(CASE, rounds)
     assert (
