@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triaxis.parallel.bucket import Bucket
+from triaxis.parallel.zero import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class UpdateRule:
         return torch.optim.SGD(groups, lr=0.0, fused=True)
 
 
-def _runs(bucket: Bucket) -> list[tuple[int, int, bool]]:
+def _runs(bucket: Shard) -> list[tuple[int, int, bool]]:
     """The shard's longest runs (start, stop, decayed); padding belongs to none."""
     runs: list[tuple[int, int, bool]] = []
     for segment in bucket.segments:
@@ -41,8 +41,8 @@ def _runs(bucket: Bucket) -> list[tuple[int, int, bool]]:
 class ShardOptimizer:
     """Updates every bucket's master shard from its gradient shard."""
 
-    def __init__(self, buckets: Sequence[Bucket], rule: UpdateRule) -> None:
-        self._updates: list[tuple[Bucket, torch.optim.Optimizer, list[tuple[Tensor, int, int]]]] = []
+    def __init__(self, buckets: Sequence[Shard], rule: UpdateRule) -> None:
+        self._updates: list[tuple[Shard, torch.optim.Optimizer, list[tuple[Tensor, int, int]]]] = []
         for bucket in buckets:
             groups: list[dict[str, object]] = []
             places: list[tuple[Tensor, int, int]] = []

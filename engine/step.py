@@ -6,8 +6,9 @@ batches → token count (world) → forwards and backwards by the schedule (tp, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from triaxis.parallel.schedule import lower, make_schedule
 from triaxis.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS, ZeroDataParallel
 
+if TYPE_CHECKING:
+    from triaxis.parallel.fsdp import FsdpDataParallel
+
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
 
@@ -41,6 +45,7 @@ class StepPlan:
     virtual_stages: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
+    data_parallel: str = "zero"
     zero: int = 0
     bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
     dtype: str = "fp32"
@@ -84,6 +89,33 @@ def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
     return partition_layers(model.layers, stages, first_extra=0.0, last_extra=head)
 
 
+def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> ZeroDataParallel:
+    return ZeroDataParallel(
+        stages,
+        mesh.dp,
+        stage=plan.zero,
+        wrap=WRAPPED,
+        accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
+        bucket_elements=plan.bucket_elements,
+        fill=lambda parameter: initialize_parameter(parameter, plan.seed),
+    )
+
+
+def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> FsdpDataParallel:
+    from triaxis.parallel.fsdp import FsdpDataParallel  # torch.distributed is for the process world
+
+    return FsdpDataParallel(
+        stages,
+        mesh.device_mesh()["dp"],
+        wrap=WRAPPED,
+        fill=lambda parameter: initialize_parameter(parameter, plan.seed),
+    )
+
+
+Maker = Callable[[Sequence[Stage], StepPlan, Mesh], "ZeroDataParallel | FsdpDataParallel"]
+MAKERS: dict[str, Maker] = {"zero": _make_zero, "fsdp": _make_fsdp}
+
+
 class TrainingStep:
     """A rank's part of the model, its optimizer, and the step that trains them. Making it is collective."""
 
@@ -91,14 +123,8 @@ class TrainingStep:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
         self.stages = self._build_stages(dtype)
-        self.data_parallel = ZeroDataParallel(
-            self.stages,
-            mesh.dp,
-            stage=plan.zero,
-            wrap=WRAPPED,
-            accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
-            bucket_elements=plan.bucket_elements,
-            fill=lambda parameter: initialize_parameter(parameter, plan.seed),
+        self.data_parallel: ZeroDataParallel | FsdpDataParallel = MAKERS[plan.data_parallel](
+            self.stages, plan, mesh
         )
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()

@@ -44,6 +44,7 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
         virtual_stages=resolved.virtual_stages,
         sequence_parallel=config.sp,
         recompute=config.recompute,
+        data_parallel=config.data_parallel,
         zero=resolved.zero,
         bucket_elements=config.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
         dtype=config.dtype,

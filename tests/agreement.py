@@ -64,6 +64,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     zero: int = 0
+    data_parallel: str = "zero"
     sp: bool = False
     schedule: str = "1f1b"
     virtual_stages: int = 1
@@ -79,7 +80,7 @@ class Layout:
         return self.dp * -(-8 // self.dp)
 
     def __str__(self) -> str:
-        parts = [f"tp{self.tp} pp{self.pp} dp{self.dp} zero{self.zero} {self.schedule}"]
+        parts = [f"tp{self.tp} pp{self.pp} dp{self.dp} {self.data_parallel}{self.zero} {self.schedule}"]
         parts += ["sp"] * self.sp + [f"v{self.virtual_stages}"] * (self.virtual_stages > 1)
         return " ".join(parts + ["recompute"] * self.recompute + [self.order] * (self.order != "tp-pp-dp"))
 
@@ -157,6 +158,7 @@ def plan_of(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> StepPl
         virtual_stages=layout.virtual_stages,
         sequence_parallel=layout.sp,
         recompute=layout.recompute,
+        data_parallel=layout.data_parallel,
         zero=layout.zero,
         bucket_elements=layout.bucket_elements,
         dtype=dtype,
@@ -179,9 +181,10 @@ def train_rank(
     dtype: str,
     steps: int,
     fault: Fault | None = None,
+    data_parallel: str = "zero",
 ) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
     """One rank's run: losses, norms, first gradients, weights after every step."""
-    step = TrainingStep(plan_of(layout, model, rule, dtype), mesh)
+    step = TrainingStep(replace(plan_of(layout, model, rule, dtype), data_parallel=data_parallel), mesh)
     if fault is not None:
         fault(step)
     gradients: list[Piece] = []

@@ -33,8 +33,8 @@ def test_parameters_are_those_published(name: str, parameters: int) -> None:
 
 
 def test_own_sizes() -> None:
-    assert PRESETS["tiny"].parameters() == 804_224
-    assert PRESETS["small"].parameters() == 4_558_592
+    assert PRESETS["tiny"].parameters() == 861_984
+    assert PRESETS["small"].parameters() == 6_034_176
     assert set(PRESETS) == {"tiny", "small", *PUBLISHED_PARAMETERS}
 
 

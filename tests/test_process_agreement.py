@@ -1,4 +1,4 @@
-"""Four layouts on real Gloo processes give the thread world's numbers."""
+"""Layouts on real Gloo processes give the thread world's numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from triaxis.parallel.topology import Topology
 
 STEPS = 3
 ROWS = [
-    (Layout(tp=2, pp=2, dp=2, zero=1, sp=True), TIED),
-    (Layout(tp=2, dp=2, zero=3), MODEL),
-    (Layout(pp=2, dp=2, zero=2, schedule="interleaved", virtual_stages=2), TIED),
-    (Layout(dp=4, zero=0), MODEL),
+    (Layout(tp=2, pp=2, dp=2, zero=1, sp=True), TIED, "sgd, clip 0.1"),
+    (Layout(tp=2, dp=2, zero=3), MODEL, "adamw, clip 1"),
+    (Layout(pp=2, dp=2, zero=2, schedule="interleaved", virtual_stages=2), TIED, "sgd, clip 0.1"),
+    (Layout(dp=4, zero=0), MODEL, "adamw, clip 1"),
+    (Layout(tp=2, dp=2, zero=3, data_parallel="fsdp", sp=True), TIED, "adamw, clip 1"),
+    (Layout(pp=2, dp=2, zero=3, data_parallel="fsdp", recompute=True), TIED, "sgd, clip 0.1"),
+    (Layout(dp=3, zero=3, data_parallel="fsdp"), MODEL, "sgd, no clip"),
 ]
 
 
@@ -29,10 +32,10 @@ def portable(pieces: list[Piece]) -> list[Piece]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("layout", "model"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
-def test_processes_train_the_thread_worlds_model(layout: Layout, model: ModelConfig, tmp_path: Path) -> None:
-    rule = "adamw, clip 0.1"
-
+@pytest.mark.parametrize(("layout", "model", "rule"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
+def test_processes_train_the_thread_worlds_model(
+    layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
+) -> None:
     def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
         mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
         losses, norms, gradients, weights = train_rank(
@@ -43,6 +46,6 @@ def test_processes_train_the_thread_worlds_model(layout: Layout, model: ModelCon
     ranks = run_processes(layout.size, tmp_path, main)
     failures = [rank for rank in ranks if not isinstance(rank, tuple)]
     assert not failures, failures[0]
-    expected = run(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
+    expected = run(replace(layout, data_parallel="zero"), model=model, rule=rule, dtype="fp64", steps=STEPS)
     assert len(expected.gradients) == len({layout.name for rank in ranks for layout, _ in rank[2]})
     assert not disagreements(collect(ranks), expected, "fp64")
