@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triaxis.parallel.zero import Shard
+from triaxis.parallel.data_parallel import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

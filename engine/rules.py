@@ -159,11 +159,6 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
                 "`data_parallel` must be zero with --simulate, but is fsdp: torch's fully_shard needs processes; "
                 "start with torchrun, or use --data-parallel zero --zero 3"
             )
-        if config.dtype == "bf16":
-            faults.append(
-                "`dtype` must be fp32 or fp64 with data_parallel fsdp, but is bf16: its shards would have no fp32 "
-                "masters; use --data-parallel zero --zero 3"
-            )
         if config.bucket_elements is not None:
             faults.append(
                 f"`bucket_elements` must be left out with data_parallel fsdp, but is {config.bucket_elements}: "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from triaxis.models.batch import Batch
 from triaxis.models.blocks import Block
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
+from triaxis.parallel.data_parallel import DataParallel
 from triaxis.parallel.initialize import initialize_parameter
 from triaxis.parallel.mesh import Mesh
 from triaxis.parallel.partition import partition_layers
@@ -25,9 +25,6 @@ from triaxis.parallel.pipeline import PipelineExecutor
 from triaxis.parallel.schedule import lower, make_schedule
 from triaxis.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS, ZeroDataParallel
-
-if TYPE_CHECKING:
-    from triaxis.parallel.fsdp import FsdpDataParallel
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
@@ -89,7 +86,7 @@ def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
     return partition_layers(model.layers, stages, first_extra=0.0, last_extra=head)
 
 
-def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> ZeroDataParallel:
+def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
     return ZeroDataParallel(
         stages,
         mesh.dp,
@@ -101,18 +98,19 @@ def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> ZeroDataP
     )
 
 
-def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> FsdpDataParallel:
+def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
     from triaxis.parallel.fsdp import FsdpDataParallel  # torch.distributed is for the process world
 
     return FsdpDataParallel(
         stages,
-        mesh.device_mesh()["dp"],
+        mesh,
         wrap=WRAPPED,
+        accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
         fill=lambda parameter: initialize_parameter(parameter, plan.seed),
     )
 
 
-Maker = Callable[[Sequence[Stage], StepPlan, Mesh], "ZeroDataParallel | FsdpDataParallel"]
+Maker = Callable[[Sequence[Stage], StepPlan, Mesh], DataParallel]
 MAKERS: dict[str, Maker] = {"zero": _make_zero, "fsdp": _make_fsdp}
 
 
@@ -123,9 +121,7 @@ class TrainingStep:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
         self.stages = self._build_stages(dtype)
-        self.data_parallel: ZeroDataParallel | FsdpDataParallel = MAKERS[plan.data_parallel](
-            self.stages, plan, mesh
-        )
+        self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.scale = torch.zeros((), device=mesh.world.device)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from triaxis.parallel.bucket import Bucket, GradientPool, Segment
+from triaxis.parallel.data_parallel import squared_sum, sum_partial_gradients
 from triaxis.parallel.gradient import slot_of
 from triaxis.parallel.group import Group
 from triaxis.parallel.layout import layouts_of
@@ -64,33 +64,6 @@ def fill_buckets(parameters: Sequence[nn.Parameter], bucket_elements: int) -> li
         buckets[-1].append(parameter)
         size = bucket_elements if alone else size + parameter.numel()
     return buckets
-
-
-class Shard(Protocol):
-    """What a rank holds of some parameters, as the update sees it: flat tensors and the pieces they belong to."""
-
-    @property
-    def master(self) -> Tensor: ...
-    @property
-    def gradient_shard(self) -> Tensor: ...
-    @property
-    def segments(self) -> tuple[Segment, ...]: ...
-
-
-def sum_declared_axes(shards: Sequence[Shard]) -> None:
-    """Sums gradients over the axes, besides dp, that their layouts declare: one all-reduce per group."""
-    partial: dict[str, tuple[Group, list[Tensor]]] = {}
-    for shard in shards:
-        for segment in shard.segments:
-            for group in segment.layout.sums:
-                run = shard.gradient_shard[segment.start : segment.stop]
-                partial.setdefault(group.name, (group, []))[1].append(run)
-    for name in sorted(partial):
-        group, runs = partial[name]
-        if group.size > 1:
-            flat = torch.cat(runs)
-            group.all_reduce(flat)
-            torch._foreach_copy_(runs, list(flat.split([run.numel() for run in runs])))
 
 
 class ZeroDataParallel:
@@ -264,15 +237,13 @@ class ZeroDataParallel:
         while self._under_way:
             self._under_way.popleft().finish_reduce()
         self._pool.clear()
-        sum_declared_axes(self.buckets)
+        sum_partial_gradients(self.buckets)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm (float64): summed over all ranks, each element counts once."""
-        runs = [run for bucket in self.buckets for run in self._counted_runs(bucket)]
-        if not runs:
-            return torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
-        return torch.stack(torch._foreach_norm(runs)).double().square().sum()
+        runs = (run for bucket in self.buckets for run in self._counted_runs(bucket))
+        return squared_sum(runs, self.buckets[0].master.device)
 
     def _counted_runs(self, bucket: Bucket) -> Iterator[Tensor]:
         size = bucket.padded_elements // self.group.size

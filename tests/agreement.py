@@ -181,10 +181,9 @@ def train_rank(
     dtype: str,
     steps: int,
     fault: Fault | None = None,
-    data_parallel: str = "zero",
 ) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
     """One rank's run: losses, norms, first gradients, weights after every step."""
-    step = TrainingStep(replace(plan_of(layout, model, rule, dtype), data_parallel=data_parallel), mesh)
+    step = TrainingStep(plan_of(layout, model, rule, dtype), mesh)
     if fault is not None:
         fault(step)
     gradients: list[Piece] = []

@@ -39,7 +39,7 @@ def test_fsdp_trains_the_thread_worlds_model(
     def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
         mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp))
         losses, norms, gradients, weights = train_rank(
-            mesh, layout, model=model, rule=rule, dtype="fp64", steps=STEPS, data_parallel="fsdp"
+            mesh, replace(layout, data_parallel="fsdp"), model=model, rule=rule, dtype="fp64", steps=STEPS
         )
         return losses, norms, portable(gradients), [portable(pieces) for pieces in weights]
 
