@@ -51,7 +51,7 @@ def test_fsdp_trains_the_thread_worlds_model(
 
 
 def losses_around_evaluation(world: World, data_parallel: str, dtype: str) -> list[float]:
-    """Two steps' losses with an evaluation after each: a stale parameter would show."""
+    """Losses of two steps with an evaluation after each, then the bytes of master weights held."""
     layout = Layout(dp=2, zero=3)
     plan = replace(plan_of(layout, MODEL, "adamw, clip 1", dtype), data_parallel=data_parallel)
     mesh = build_mesh(world, Topology(dp=2))
@@ -67,7 +67,7 @@ def losses_around_evaluation(world: World, data_parallel: str, dtype: str) -> li
 
 
 @pytest.mark.processes
-def test_evaluation_sees_the_updated_weights_and_leaves_none_behind(tmp_path: Path) -> None:
+def test_evaluation_between_steps_sees_the_updated_weights(tmp_path: Path) -> None:
     found = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "fsdp", "fp64"))
     (tmp_path / "store").unlink(missing_ok=True)
     expected = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "zero", "fp64"))
