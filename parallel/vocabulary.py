@@ -21,6 +21,7 @@ from triaxis.parallel.mesh import Mesh
 
 IGNORED_LABEL = -100
 CHUNK_LOGITS = 1 << 22
+KEPT_LOGITS = 1 << 18
 
 
 def vocabulary_parameter(
@@ -118,8 +119,9 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class _CrossEntropy(Function):
     """Σ_t trained_t · (log Σ_v exp(logit_tv) - logit_t,label) · scale, by chunks of tokens.
 
-    Forward keeps one log-sum-exp per token; backward multiplies a chunk's logits again. Two sums of [T] over tp
-    in forward (maximum; exponentials with target logits), one of [T, D] in backward.
+    Forward keeps one log-sum-exp per token; backward multiplies a chunk's logits again, unless there are so few
+    (KEPT_LOGITS) that their exponentials were kept. Two sums of [T] over tp in forward (maximum; exponentials
+    with target logits), one of [T, D] in backward.
     """
 
     @staticmethod
@@ -144,6 +146,7 @@ class _CrossEntropy(Function):
         largest_T = torch.full((tokens,), -torch.inf, dtype=dtype, device=whole_TD.device)
         sums_2T = torch.zeros(2, tokens, dtype=dtype, device=whole_TD.device)
         steps = _chunks(tokens, valid, chunk_logits)
+        kept_TV: Tensor | None = None
         for first in steps if valid else ():
             part = slice(first, first + steps.step)
             logits_CV = (whole_TD[part] @ weight_VD.t()).to(dtype)
@@ -151,21 +154,23 @@ class _CrossEntropy(Function):
             sums_2T[1, part] = logits_CV.gather(1, rows_T[part, None])[:, 0]
             logits_CV.sub_(largest_T[part, None]).exp_()
             torch.sum(logits_CV, dim=1, out=sums_2T[0, part])
+            if logits_CV.numel() == tokens * valid <= KEPT_LOGITS:
+                kept_TV = logits_CV
         sums_2T[1].masked_fill_(~here_T, 0)
         local_T = largest_T.clone()
         group.all_reduce(largest_T, largest=True)
-        sums_2T[0].mul_(local_T.sub_(largest_T).exp_())
+        sums_2T[0].mul_((local_T - largest_T).exp_())
         group.all_reduce(sums_2T)
         lse_T = largest_T.add_(sums_2T[0].log())
         weight_T = (labels_T != IGNORED_LABEL).to(dtype).mul_(scale)
-        ctx.save_for_backward(hidden_TD, rows_T, here_T, lse_T, weight_T)
+        ctx.save_for_backward(hidden_TD, rows_T, here_T, lse_T, weight_T, local_T.sub_(lse_T).exp_(), kept_TV)
         ctx.weight, ctx.valid, ctx.group = weight, valid, group
         ctx.sequence_parallel, ctx.chunk_logits = sequence_parallel, chunk_logits
         return torch.dot(lse_T - sums_2T[1], weight_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        hidden_TD, rows_T, here_T, lse_T, weight_T = ctx.saved_tensors
+        hidden_TD, rows_T, here_T, lse_T, weight_T, ratio_T, kept_TV = ctx.saved_tensors
         whole_TD = gather(hidden_TD, ctx.group) if ctx.sequence_parallel else hidden_TD
         weight_VD, valid = ctx.weight[: ctx.valid], ctx.valid
         factor_T = weight_T * grads[0]
@@ -175,8 +180,11 @@ class _CrossEntropy(Function):
         steps = _chunks(whole_TD.shape[0], valid, ctx.chunk_logits)
         for first in steps if valid else ():
             part = slice(first, first + steps.step)
-            logits_CV = (whole_TD[part] @ weight_VD.t()).to(lse_T.dtype)
-            logits_CV.sub_(lse_T[part, None]).exp_().mul_(factor_T[part, None])
+            if kept_TV is not None:
+                logits_CV = kept_TV * (ratio_T * factor_T)[:, None]
+            else:
+                logits_CV = (whole_TD[part] @ weight_VD.t()).to(lse_T.dtype)
+                logits_CV.sub_(lse_T[part, None]).exp_().mul_(factor_T[part, None])
             logits_CV.scatter_add_(1, rows_T[part, None], target_T[part, None])
             grad_CV = logits_CV.to(whole_TD.dtype)
             torch.mm(grad_CV, weight_VD, out=grad_TD[part])

@@ -22,7 +22,7 @@ from triaxis.parallel.initialize import initialize
 from triaxis.parallel.layout import named_layouts
 from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.thread_world import run_threads
-from triaxis.parallel.topology import resolve_topology
+from triaxis.parallel.topology import Topology, resolve_topology
 
 LLAMA = ModelConfig(
     name="llama",
@@ -401,3 +401,31 @@ def test_rotary_turns_back() -> None:
     assert torch.equal(turned.detach()[:, 12:], fused.detach()[:, 12:])
     (gradient,) = torch.autograd.grad(turned, fused, turned.detach().clone())
     torch.testing.assert_close(gradient, fused.detach())
+
+
+def test_kept_and_recomputed_logits_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimised path of small microbatches beside its plain twin, in chunks of several sizes."""
+    import triaxis.parallel.vocabulary as vocabulary
+
+    def gradients(kept: int, chunk: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(vocabulary, "KEPT_LOGITS", kept)
+
+        def main(world: World) -> list[torch.Tensor]:
+            mesh = build_mesh(world, Topology(tp=2))
+            head = vocabulary.VocabParallelHead(
+                mesh, "head.weight", 13, 4, std=0.5, dtype=torch.float64, chunk_logits=chunk
+            )
+            initialize(head, 0)
+            generator = torch.Generator().manual_seed(0)
+            hidden = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
+            labels = torch.tensor([0, 12, -100, 5, 7, 6])
+            head(hidden, labels, torch.tensor(0.25)).backward()
+            assert hidden.grad is not None and head.weight.grad is not None
+            return [hidden.grad, head.weight.grad]
+
+        return [tensor for rank in run_threads(2, main) for tensor in rank]
+
+    plain = gradients(0, 10)
+    for kept, chunk in ((0, 1000), (1 << 18, 1000)):
+        for found, expected in zip(gradients(kept, chunk), plain, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
