@@ -244,18 +244,20 @@ class ProcessWorld(World):
     def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._timeout = timeout
+        self._groups: list[ProcessGroup] = []
 
     def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         parts = [tuple(part) for part in partition]
         if sorted(rank for part in parts for rank in part) != list(range(self.size)):
             raise ValueError(f"`partition` of '{name}' must hold each of {self.size} ranks once: {parts}")
         kind = ProcessGroup if self.device.type == "cuda" else GlooGroup
-        own: Group | None = None
+        own: ProcessGroup | None = None
         for part in parts:
             handle = self._new_handle(name, part) if len(part) > 1 else None
             if self.rank in part:
                 own = kind(name, part, self.rank, handle)
         assert own is not None
+        self._groups.append(own)
         return own
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
@@ -263,6 +265,10 @@ class ProcessWorld(World):
         return init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(map(str, axes)))
 
     def close(self) -> None:
+        """Ends all groups; their threads must be gone before the interpreter is, or the process may abort."""
+        for group in self._groups:
+            group.handle = None
+        self._groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
