@@ -53,7 +53,7 @@ def _indented(text: str) -> str:
 
 
 def _end(code: int) -> None:
-    """Ends at once: a rank that failed must not wait for its peers while groups are torn down."""
+    """Ends at once: no rank waits for another, or for a library's threads, while the interpreter is torn down."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -66,8 +66,6 @@ def command() -> None:
         code = main()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    if code == 0:
-        sys.exit(0)
     _end(code)
 
 
