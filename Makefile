@@ -35,10 +35,10 @@ train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics and pi
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m triaxis.launch.train $(TRAIN) --output-dir $(OUT)
 
 test: check  ## lint, format, types and all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-full: check  ## the same, with every layout instead of a sample
-	@TRIAXIS_FULL=1 $(BIN)/python -m pytest
+	@TRIAXIS_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(STAMP) view  ## lint, format and types
 	@$(BIN)/ruff check --quiet .

@@ -28,5 +28,5 @@ setup(
         "tensorboard",
         "matplotlib",
     ],
-    extras_require={"dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"]},
+    extras_require={"dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"]},
 )

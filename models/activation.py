@@ -13,30 +13,38 @@ from torch import Tensor
 from torch.autograd import Function
 
 
+def _keeps_sigmoid(gate_up_T2F: Tensor) -> bool:
+    """On CPUs an exponential takes longer than reading it back: a quarter of the time of both passes together."""
+    return not gate_up_T2F.is_cuda and gate_up_T2F.dtype in (torch.float32, torch.float64)
+
+
 class _SwiGLU(Function):
-    """Keeps only its input, where `F.silu(gate) * up` keeps silu(gate) as well."""
+    """Keeps its input; on CPUs also σ(gate), in place of the silu(gate) that `F.silu(gate) * up` would keep."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up_T2F)
         gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
-        return F.silu(gate_TF).mul_(up_TF)
+        if not _keeps_sigmoid(gate_up_T2F):
+            ctx.save_for_backward(gate_up_T2F)
+            return F.silu(gate_TF).mul_(up_TF)
+        sigmoid_TF = torch.sigmoid(gate_TF)
+        ctx.save_for_backward(gate_up_T2F, sigmoid_TF)
+        return (gate_TF * sigmoid_TF).mul_(up_TF)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up_T2F,) = ctx.saved_tensors
+        gate_up_T2F, *kept = ctx.saved_tensors
         gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
         grad_T2F = torch.empty_like(gate_up_T2F)
         grad_gate_TF, grad_up_TF = grad_T2F.chunk(2, dim=-1)
-        if gate_up_T2F.is_cuda or gate_up_T2F.dtype not in (torch.float32, torch.float64):
+        if not kept:
             torch.mul(grads[0], F.silu(gate_TF), out=grad_up_TF)
             torch.ops.aten.silu_backward.grad_input(grads[0] * up_TF, gate_TF, grad_input=grad_gate_TF)
             return grad_T2F
-        # One exponential instead of two: silu' = σ + silu - silu · σ.
-        sigmoid_TF = torch.sigmoid(gate_TF)
+        (sigmoid_TF,) = kept  # silu' = σ + silu - silu · σ, that is, from silu towards 1 by σ
         torch.mul(gate_TF, sigmoid_TF, out=grad_up_TF)
-        torch.addcmul(sigmoid_TF, grad_up_TF, sigmoid_TF, value=-1, out=grad_gate_TF)
-        grad_gate_TF.add_(grad_up_TF).mul_(up_TF).mul_(grads[0])
+        torch.lerp(grad_up_TF, sigmoid_TF.new_ones(()), sigmoid_TF, out=grad_gate_TF)
+        grad_gate_TF.mul_(up_TF).mul_(grads[0])
         grad_up_TF.mul_(grads[0])
         return grad_T2F
 

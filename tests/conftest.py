@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """Chooses the seed of the sampled layouts before workers are started, so that all draw the same sample."""
+    os.environ.setdefault("TRIAXIS_SAMPLE_SEED", str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_report_header() -> str:
+    return f"sampled layouts: TRIAXIS_SAMPLE_SEED={os.environ['TRIAXIS_SAMPLE_SEED']}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
