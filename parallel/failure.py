@@ -11,7 +11,14 @@ INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     *(
         os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
-        for name in ("group.py", "thread_world.py", "process_world.py", "failure.py", "rendezvous.py")
+        for name in (
+            "group.py",
+            "thread_world.py",
+            "process_world.py",
+            "process_group.py",
+            "failure.py",
+            "rendezvous.py",
+        )
     ),
 )
 
@@ -23,7 +30,7 @@ class RankError(RuntimeError):
 def call_site() -> str:
     """`file:line` of the innermost frame that is neither a world, a group nor torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(INSIDE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
     folder, file = os.path.split(frame.f_code.co_filename)
     return f"{os.path.basename(folder)}/{file}:{frame.f_lineno}"

@@ -13,7 +13,8 @@ from processes import run_processes
 from triaxis.parallel.failure import RankError
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import build_mesh
-from triaxis.parallel.process_world import LARGE_GATHER_BYTES, open_process_world
+from triaxis.parallel.process_group import LARGE_GATHER_BYTES
+from triaxis.parallel.process_world import open_process_world
 from triaxis.parallel.thread_world import run_threads
 from triaxis.parallel.topology import Topology
 
