@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
-from triaxis.models.config import ModelConfig, PositionKind
+from triaxis.engine.legal_values import divisors, listed, nearest, nearest_divisors
+from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
 from triaxis.parallel.schedule import ScheduleName
 from triaxis.parallel.topology import Topology, resolve_topology
@@ -224,13 +224,13 @@ def _batch(config: RunConfig, dp: int | None, faults: list[str]) -> tuple[int, i
         )
         faults.append(
             f"`global_batch` must {rule} {' × '.join([*given, f'dp {dp}'])} = {divisor}, but is {total}; "
-            f"nearest that work: {_listed(works)}" + (", or leave one of the three out" if exact else "")
+            f"nearest that work: {listed(works)}" + (", or leave one of the three out" if exact else "")
         )
         return size or 1, count or 1, total
     rest = total // divisor
     if size is None and count is None:
         enough = min(2 * config.pp, rest) if config.pp > 1 else 1
-        size = max(d for d in _divisors(rest) if d <= DEFAULT_MICROBATCH_SIZE and rest // d >= enough)
+        size = max(d for d in divisors(rest) if d <= DEFAULT_MICROBATCH_SIZE and rest // d >= enough)
         return size, rest // size, total
     return (size or rest), (count or rest), total
 
@@ -280,18 +280,18 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
     if heads % tp:
         faults.append(
             f"`tp` must divide the {heads} attention heads of {model.name}, but is {tp}; "
-            f"nearest that work: {_nearest_divisors(heads, tp)}"
+            f"nearest that work: {nearest_divisors(heads, tp)}"
         )
     elif kv_heads % tp and tp % kv_heads:
-        legal = [d for d in _divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        legal = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
         faults.append(
             f"`tp` must divide the {kv_heads} key/value heads of {model.name} or be a multiple of them, but is {tp}; "
-            f"nearest that work: {_listed(_nearest(legal, tp))}"
+            f"nearest that work: {listed(nearest(legal, tp))}"
         )
     if model.ffn_size % tp:
         faults.append(
             f"`tp` must divide the MLP size {model.ffn_size} of {model.name}, but is {tp}; "
-            f"nearest that work: {_nearest_divisors(model.ffn_size, tp)}"
+            f"nearest that work: {nearest_divisors(model.ffn_size, tp)}"
         )
     chunks = config.pp * virtual_stages
     if chunks > model.layers:
@@ -306,29 +306,11 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
         works = sorted({max(1, config.seq // step) * step, (config.seq // step + 1) * step})
         faults.append(
             f"`seq` {config.seq} × per_device_train_batch_size {size} = {tokens} tokens must be a multiple of tp {tp} "
-            f"under --sp; nearest seq that work: {_listed(works)}"
+            f"under --sp; nearest seq that work: {listed(works)}"
         )
-    if model.positions == PositionKind.LEARNED and config.seq > model.max_positions:
+    if config.seq > model.max_positions:
         faults.append(
-            f"`seq` must be at most the {model.max_positions} learned positions of {model.name}, but is {config.seq}; "
+            f"`seq` must be at most the {model.max_positions} positions of {model.name}, but is {config.seq}; "
             f"use --seq {model.max_positions}"
         )
     return faults
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _nearest(legal: Iterable[int], value: int) -> list[int]:
-    """The legal values next below and next above."""
-    ordered = sorted(legal)
-    return [d for d in ordered if d < value][-1:] + [d for d in ordered if d > value][:1]
-
-
-def _nearest_divisors(number: int, value: int) -> str:
-    return _listed(_nearest(_divisors(number), value))
-
-
-def _listed(values: Iterable[int]) -> str:
-    return " or ".join(str(value) for value in values)

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import torch
 
-from triaxis.engine.config import ResolvedRun, RunConfig, learning_rate_at, run_directory, warmup_steps_of
+from triaxis.engine.config import (
+    DataParallel,
+    ResolvedRun,
+    RunConfig,
+    learning_rate_at,
+    run_directory,
+    warmup_steps_of,
+)
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
 from triaxis.engine.metrics import MetricsWriter, StepRow
@@ -210,10 +217,11 @@ def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
 
 def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:
     topology = resolved.topology
+    sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
     return "\n".join(
         [
             f"{resolved.model.name}: {resolved.model.parameters():,} parameters on {topology.world_size} ranks "
-            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}), ZeRO-{resolved.zero}, {config.dtype}, "
+            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}), {sharding}, {config.dtype}, "
             f"seed {config.seed}",
             f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
             f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}",

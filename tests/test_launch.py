@@ -1,0 +1,155 @@
+"""The program as people start it: under torchrun, alone, on threads; and what it says when that cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--seq", "16", "--per_device_train_batch_size", "1", "--eval_batches", "1", "--logging_steps", "1"]
+KEYS = {
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "peak_mem_bytes", "sent_bytes"),
+}
+pytestmark = pytest.mark.processes
+
+
+def train_command(ranks: int, *flags: str) -> list[str]:
+    program = ["-m", "triaxis.launch.train", *SMALL, *flags]
+    if ranks == 1:
+        return [sys.executable, *program]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *program,
+    ]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+
+
+def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=environment(**variables)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (8, ["--tp", "2", "--pp", "2", "--dp", "2", "--zero", "1"]),
+        (8, ["--tp", "4", "--dp", "2"]),
+        (8, ["--pp", "4", "--dp", "2", "--schedule", "interleaved"]),
+        (8, ["--dp", "8", "--zero", "3"]),
+        (2, ["--data-parallel", "fsdp"]),
+        (1, ["--report_to", "tensorboard"]),
+        (1, ["--simulate", "--tp", "2", "--pp", "2", "--dp", "2"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_layout_trains(ranks: int, flags: list[str], tmp_path: Path) -> None:
+    done = run(train_command(ranks, *flags, "--steps", "2", "--output-dir", str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row.keys() >= KEYS for row in rows)
+    assert 4 < rows[0]["loss"] < 7
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    assert str(tmp_path / "metrics.jsonl") in done.stderr
+    if "tensorboard" in flags:
+        assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_simulated_ranks_give_the_numbers_of_processes(tmp_path: Path) -> None:
+    flags = ["--tp", "2", "--dp", "2", "--steps", "3", "--dtype", "fp64"]
+    losses = []
+    for name, ranks, extra in (("processes", 4, []), ("threads", 1, ["--simulate"])):
+        folder = tmp_path / name
+        done = run(train_command(ranks, *flags, *extra, "--output-dir", str(folder)))
+        assert done.returncode == 0, done.stderr
+        rows = (folder / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
+    done = run(train_command(2, "--tp", "2", "--pp", "2", "--output-dir", str(tmp_path)))
+    assert done.returncode != 0
+    assert done.stderr.count("The run cannot start") == 1
+    assert "tp × pp = 4 but 2 processes were started" in done.stderr
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    done = run(train_command(1, "--data", str(tmp_path / "absent.jsonl")))
+    assert done.returncode == 2
+    assert "absent.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        ranks = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        started = time.monotonic()
+        done = run(train_command(1, "--dp", "2", "--output-dir", str(tmp_path)), **ranks)
+    assert time.monotonic() - started < 30
+    assert done.returncode == 1
+    assert "is taken" in done.stderr and "choose a free port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def rank_processes(parent: int) -> dict[int, int]:
+    """Processes of the ranks under a launcher, by rank."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            stat = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks = [v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK=")]
+        if int(stat[1]) == parent and ranks:
+            found[int(ranks[0])] = int(folder.name)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.parametrize("killed", [0, 3])
+def test_a_killed_rank_ends_the_run(killed: int, tmp_path: Path) -> None:
+    flags = ["--tp", "2", "--pp", "2", "--steps", "100000", "--output-dir", str(tmp_path)]
+    with subprocess.Popen(
+        train_command(4, *flags), stderr=subprocess.PIPE, text=True, env=environment()
+    ) as launcher:
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = rank_processes(launcher.pid)
+        assert sorted(ranks) == [0, 1, 2, 3]
+        os.kill(ranks[killed], signal.SIGKILL)
+        started = time.monotonic()
+        _, text = launcher.communicate(timeout=60)
+        assert time.monotonic() - started < 30
+        assert launcher.returncode != 0
+        assert f"local_rank: {killed}" in text
+        assert all(not Path(f"/proc/{pid}").exists() for pid in ranks.values())
