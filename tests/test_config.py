@@ -66,7 +66,7 @@ def test_any_two_of_the_batch_sizes_decide_the_third(
             2,
             ("127 tokens", "126 or 128"),
         ),
-        ({"model": "gpt2-124m", "seq": 2048}, 1, ("1024 learned positions", "--seq 1024")),
+        ({"model": "gpt2-124m", "seq": 2048}, 1, ("1024 positions", "--seq 1024")),
         ({"model": "tinny"}, 1, ("'tinny'", "nearest presets: tiny")),
         ({"data": "no/such.jsonl"}, 1, ("no file no/such.jsonl",)),
         ({"data": "no/prefix"}, 1, ("no file no/prefix.bin and no file no/prefix.idx",)),
