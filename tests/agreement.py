@@ -206,6 +206,26 @@ def train_rank(
     return losses, norms, gradients, weights
 
 
+def portable(pieces: list[Piece]) -> list[Piece]:
+    """The pieces without what belongs to one process (groups), for a pipe."""
+    return [(replace(layout, sums=()), tensor) for layout, tensor in pieces]
+
+
+def process_main(
+    layout: Layout, *, model: ModelConfig, rule: str, dtype: str, steps: int
+) -> Callable[[World], tuple[list[float], list[float], list[Piece], list[list[Piece]]]]:
+    """`train_rank` for a rank that is a process: what it returns passes through a pipe."""
+
+    def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
+        mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
+        losses, norms, gradients, weights = train_rank(
+            mesh, layout, model=model, rule=rule, dtype=dtype, steps=steps
+        )
+        return losses, norms, portable(gradients), [portable(pieces) for pieces in weights]
+
+    return main
+
+
 def collect(ranks: list[tuple[list[float], list[float], list[Piece], list[list[Piece]]]]) -> Run:
     losses, norms, _, weights = ranks[0]
     gradients, equal = assemble([rank[2] for rank in ranks])

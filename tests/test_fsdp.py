@@ -6,7 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agreement import MODEL, TIED, Layout, Piece, collect, disagreements, plan_of, run, sequences, train_rank
+from agreement import (
+    MODEL,
+    TIED,
+    Layout,
+    collect,
+    disagreements,
+    plan_of,
+    process_main,
+    run,
+    sequences,
+)
 from processes import run_processes
 
 from triaxis.engine.step import TrainingStep
@@ -26,23 +36,13 @@ ROWS = [
 ]
 
 
-def portable(pieces: list[Piece]) -> list[Piece]:
-    """The pieces without what belongs to one process (groups), for a pipe."""
-    return [(replace(layout, sums=()), tensor) for layout, tensor in pieces]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("layout", "model", "rule"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
 def test_fsdp_trains_the_thread_worlds_model(
     layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
 ) -> None:
-    def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
-        mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp))
-        losses, norms, gradients, weights = train_rank(
-            mesh, replace(layout, data_parallel="fsdp"), model=model, rule=rule, dtype="fp64", steps=STEPS
-        )
-        return losses, norms, portable(gradients), [portable(pieces) for pieces in weights]
-
+    sharded = replace(layout, data_parallel="fsdp")
+    main = process_main(sharded, model=model, rule=rule, dtype="fp64", steps=STEPS)
     ranks = run_processes(layout.size, tmp_path, main)
     failures = [rank for rank in ranks if not isinstance(rank, tuple)]
     assert not failures, failures[0]

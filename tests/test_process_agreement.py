@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agreement import MODEL, TIED, Layout, Piece, collect, disagreements, run, train_rank
+from agreement import MODEL, TIED, Layout, collect, disagreements, process_main, run
 from processes import run_processes
 
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.group import World
-from triaxis.parallel.mesh import build_mesh
-from triaxis.parallel.topology import Topology
 
 STEPS = 3
 ROWS = [
@@ -23,23 +19,12 @@ ROWS = [
 ]
 
 
-def portable(pieces: list[Piece]) -> list[Piece]:
-    """The pieces without what belongs to one process (groups), for a pipe."""
-    return [(replace(layout, sums=()), tensor) for layout, tensor in pieces]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("layout", "model", "rule"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
 def test_processes_train_the_thread_worlds_model(
     layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
 ) -> None:
-    def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
-        mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
-        losses, norms, gradients, weights = train_rank(
-            mesh, layout, model=model, rule=rule, dtype="fp64", steps=STEPS
-        )
-        return losses, norms, portable(gradients), [portable(pieces) for pieces in weights]
-
+    main = process_main(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
     ranks = run_processes(layout.size, tmp_path, main)
     failures = [rank for rank in ranks if not isinstance(rank, tuple)]
     assert not failures, failures[0]
