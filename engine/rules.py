@@ -89,11 +89,11 @@ def _range_faults(config: RunConfig) -> list[str]:
     for name in _POSITIVE:
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            faults.append(f"`{name}` must be more than 0, but is {value}")
+            faults.append(f"`{name}` must be finite and more than 0, but is {value}")
     for name in _NOT_NEGATIVE:
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
-            faults.append(f"`{name}` must be 0 or more, but is {value}")
+            faults.append(f"`{name}` must be finite and 0 or more, but is {value}")
     for name in _FRACTIONS:
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
@@ -252,7 +252,12 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             )
         else:
             faults += _missing_data("eval_data", config.eval_data)
-    if config.tokenizer is not None and not Path(config.tokenizer).exists():
+    if config.tokenizer is not None and data == "stdlib":
+        faults.append(
+            f"`tokenizer` must be left out with data stdlib, which is bytes, but is {config.tokenizer}; "
+            f"name your text with --data"
+        )
+    elif config.tokenizer is not None and not Path(config.tokenizer).exists():
         faults.append(
             f"`tokenizer` must be a tokenizer.json or a directory that holds one, but {config.tokenizer} does not "
             f"exist; check the path"

@@ -187,7 +187,7 @@ def _train(
         tokens_per_second, mfu = rates.of_step()
         sent_bytes = mesh.sent_bytes()
         if evaluation is not None and _evaluates(config, number + 1, total_steps):
-            batches = evaluation.eval_batches(config.eval_batches or None)
+            batches = evaluation.eval_batches(config.eval_batches)
             eval_loss, _ = step.evaluate(batches)
             rates.of_step()
         else:
@@ -212,7 +212,9 @@ def _train(
 
 
 def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
-    return done == total_steps or (config.eval_steps is not None and done % config.eval_steps == 0)
+    return config.eval_batches > 0 and (
+        done == total_steps or (config.eval_steps is not None and done % config.eval_steps == 0)
+    )
 
 
 def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+
+class LaunchError(ValueError):
+    """A launcher's variable is missing or malformed on this process."""
+
+
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -21,24 +26,24 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Without any of the launcher's variables: one process. A missing or malformed one is named. Raises ValueError."""
+    """Without any of the launcher's variables: one process. A missing or malformed one is named. Raises LaunchError."""
     if not any(environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return Launch()
     missing = [name for name in NEEDED if not environment.get(name)]
     if missing:
         given = [name for name in (*NEEDED, "LOCAL_RANK") if environment.get(name)]
-        raise ValueError(
+        raise LaunchError(
             f"`{'`, `'.join(missing)}` must be set in the environment where {', '.join(given)} is, but is not; "
             f"start with torchrun, or unset {' and '.join(given)} to train in one process"
         )
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     port = _number(environment, "MASTER_PORT")
     if size < 1:
-        raise ValueError(f"`WORLD_SIZE` must be at least 1, but is {size}; start with torchrun")
+        raise LaunchError(f"`WORLD_SIZE` must be at least 1, but is {size}; start with torchrun")
     if rank >= size:
-        raise ValueError(f"`RANK` must be less than WORLD_SIZE {size}, but is {rank}; start with torchrun")
+        raise LaunchError(f"`RANK` must be less than WORLD_SIZE {size}, but is {rank}; start with torchrun")
     if not 0 < port < 65536:
-        raise ValueError(f"`MASTER_PORT` must be from 1 to 65535, but is {port}; choose a free port")
+        raise LaunchError(f"`MASTER_PORT` must be from 1 to 65535, but is {port}; choose a free port")
     local_rank = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else size
     parts = (
@@ -59,5 +64,5 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 def _number(environment: Mapping[str, str], name: str) -> int:
     value = environment[name]
     if not value.isdecimal():
-        raise ValueError(f"`{name}` must be a whole number, but is {value!r}; start with torchrun")
+        raise LaunchError(f"`{name}` must be a whole number, but is {value!r}; start with torchrun")
     return int(value)

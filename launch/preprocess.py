@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,7 @@ def merge(prefixes: Sequence[Path], output: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    warnings.filterwarnings("ignore", module="megatron")  # kernels that are not needed to write its files
     parser = argparse.ArgumentParser(
         prog="triaxis.launch.preprocess", description=(__doc__ or "").split("\n")[0]
     )

@@ -35,8 +35,6 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
     if launch.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_size))
     report = Path(config.output_dir) / f".failure-{launch.run_id}"
-    if launch.rank == 0:
-        report.unlink(missing_ok=True)
     try:
         world = open_process_world(
             rank=launch.rank,

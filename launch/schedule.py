@@ -36,13 +36,24 @@ def _parser() -> argparse.ArgumentParser:
         help="microbatches of one optimizer step (default: %(default)s)",
     )
     parser.add_argument(
-        "--virtual-stages", type=int, help="chunks of layers per rank (default: 2 for interleaved, else 1)"
+        "--virtual-stages",
+        "--virtual_stages",
+        type=int,
+        help="chunks of layers per rank (default: 2 if interleaved)",
     )
     parser.add_argument(
-        "--forward-time", type=int, default=1, help="time of a chunk's forward (default: %(default)s)"
+        "--forward-time",
+        "--forward_time",
+        type=int,
+        default=1,
+        help="time of a chunk's forward (default: %(default)s)",
     )
     parser.add_argument(
-        "--backward-time", type=int, default=2, help="time of its backward (default: %(default)s)"
+        "--backward-time",
+        "--backward_time",
+        type=int,
+        default=2,
+        help="time of its backward (default: %(default)s)",
     )
     parser.add_argument(
         "--colour",

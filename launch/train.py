@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
-from triaxis.engine.config import ConfigError, RunConfig, resolve
-from triaxis.launch.environment import Launch, read_launch
+from triaxis.engine.config import ConfigError, RunConfig, resolve, run_directory
+from triaxis.launch.directory import claim_directory
+from triaxis.launch.environment import Launch, LaunchError, read_launch
 from triaxis.launch.flags import parse_flags
 
 EXIT_CONFIGURATION = 2
@@ -17,6 +19,7 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses, checks, trains. Returns the exit code: 0, 2 for a run that is refused, 1 for one that failed."""
+    warnings.filterwarnings("ignore", module="megatron")  # kernels that are not needed to read its files
     config = parse_flags(sys.argv[1:] if arguments is None else list(arguments), _speaks(os.environ))
     try:
         launch = read_launch(os.environ)
@@ -28,15 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"use python -m triaxis.launch.train --simulate",
                 )
             )
+        held = claim_directory(run_directory(config)) if launch.rank == 0 else None
+    except LaunchError as error:  # not the same on all ranks
+        return _refuse(error)
     except ValueError as error:
-        if _speaks(os.environ):
-            print(f"The run cannot start:\n{_indented(str(error))}", file=sys.stderr, flush=True)
-        return EXIT_CONFIGURATION
+        return _refuse(error) if _speaks(os.environ) else EXIT_CONFIGURATION
     from triaxis.launch.ranks import run_processes, run_simulated  # imports torch
 
-    if config.simulate:
-        return run_simulated(config, resolved)
-    return run_processes(config, resolved, launch)
+    with held or nullcontext():
+        if config.simulate:
+            return run_simulated(config, resolved)
+        return run_processes(config, resolved, launch)
+
+
+def _refuse(error: ValueError) -> int:
+    print(f"The run cannot start:\n{_indented(str(error))}", file=sys.stderr, flush=True)
+    return EXIT_CONFIGURATION
 
 
 def _speaks(environment: Mapping[str, str]) -> bool:

@@ -157,10 +157,10 @@ def load_config(name_or_path: str) -> ModelConfig:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
     if path.suffix not in _SUFFIXES:
-        near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.3) or list(PRESETS)
+        near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.3)
         raise ValueError(
             f"`model` must be a preset or a .toml or .json file of model fields, but is {name_or_path!r}; "
-            f"nearest presets: {', '.join(near)}"
+            + (f"nearest presets: {', '.join(near)}" if near else f"presets: {', '.join(PRESETS)}")
         )
     try:
         text = path.read_text(encoding="utf-8")

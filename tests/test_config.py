@@ -81,7 +81,7 @@ def test_any_two_of_the_batch_sizes_decide_the_third(
             ("`global_batch` must equal", "= 8, but is 9"),
         ),
         ({"accumulate_dtype": "bf16"}, 1, ("with dtype fp32", "--dtype bf16")),
-        ({"seq": 0, "learning_rate": float("nan")}, 1, ("`seq` must be more than 0, but is 0",)),
+        ({"seq": 0, "learning_rate": float("nan")}, 1, ("`seq` must be finite and more than 0, but is 0",)),
     ],
 )
 def test_a_wrong_run_is_refused_in_words(

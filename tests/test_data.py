@@ -170,7 +170,7 @@ def test_stdlib_of_this_python() -> None:
     assert len(ends) == len(source.document_starts)  # type: ignore[attr-defined]
     assert (np.concatenate([row.labels_L for row in rows])[ends] == IGNORED).all()
     assert source.describe(0, 0).endswith(".py")
-    with pytest.raises(ValueError, match="`tokenizer_path` must be unset for stdlib"):
+    with pytest.raises(ValueError, match="`tokenizer` must be left out for stdlib"):
         open_source("stdlib", split="eval", sequence_length=64, tokenizer_path="x")
     with pytest.raises(ValueError, match="`split` must be train or eval, but is 'test'"):
         open_source("stdlib", split="test", sequence_length=64)

@@ -68,7 +68,7 @@ def test_a_tokenizer_file_ends_documents_with_its_end_token(tmp_path: Path) -> N
     )
     assert source.vocab_size == len(WORDS)
     assert source.sample(0, 0).tokens_L.tolist() == [2, 7, 1, 3, 1]
-    with pytest.raises(ValueError, match=r"`tokenizer_path` must be a tokenizer\.json, but .* is not"):
+    with pytest.raises(ValueError, match=r"`tokenizer` must be a tokenizer\.json, but .* is not"):
         open_tokenizer(path)
     with pytest.raises(ValueError, match=r"but .*none does not exist"):
         open_tokenizer(tmp_path / "none")

@@ -110,3 +110,13 @@ def test_three_bad_lines_of_a_thousand(tmp_path: Path) -> None:  # B116
         open_source(path, split="train", sequence_length=64, on_bad_sample="ignore")
     with pytest.raises(ValueError, match="does not exist"):
         open_source(tmp_path / "none.jsonl", split="train", sequence_length=64)
+
+
+def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
+    """A one-token document trains nothing: a batch of such rows would be a step with a loss of zero."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abcd", "x" * 9, "abcd")))
+    source = open_source(path, split="train", sequence_length=4, pack=True)
+    labels = [source.sample(0, index).labels_L for index in range(len(source))]
+    assert len(source) >= 4
+    assert all((row != -100).any() for row in labels)

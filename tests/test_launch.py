@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from triaxis.launch.directory import claim_directory
+
 SMALL = ["--seq", "16", "--per_device_train_batch_size", "1", "--eval_batches", "1", "--logging_steps", "1"]
 KEYS = {
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "peak_mem_bytes", "sent_bytes"),
@@ -153,3 +155,38 @@ def test_a_killed_rank_ends_the_run(killed: int, tmp_path: Path) -> None:
         assert launcher.returncode != 0
         assert f"local_rank: {killed}" in text
         assert all(not Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    """Two runs never write to one folder; once the first has ended, the next may."""
+    command = train_command(1, "--steps", "1", "--eval_batches", "0", "--output-dir", str(tmp_path))
+    with claim_directory(tmp_path):
+        refused = run(command)
+    assert refused.returncode == 2
+    assert f"another run (process {os.getpid()}) writes to {tmp_path}" in refused.stderr
+    assert run(command).returncode == 0
+    assert "eval_loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(train_command(1, "--output-dir", str(tmp_path / "file" / "below")))
+    assert done.returncode == 2
+    assert "`output_dir` must be a folder that can be written" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "word"),
+    [
+        ({"RANK": "3"}, "WORLD_SIZE"),
+        (
+            {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"},
+            "less than WORLD_SIZE",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "abc", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}, "'abc'"),
+    ],
+)
+def test_a_launchers_mistake_is_named_on_any_rank(variables: dict[str, str], word: str) -> None:
+    done = run(train_command(1), **variables)
+    assert done.returncode == 2
+    assert word in done.stderr

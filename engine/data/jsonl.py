@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from triaxis.engine.data.stream import ArrayTokens, StreamSource, pack_documents
+from triaxis.engine.data.stream import ArrayTokens, StreamSource, pack_documents, rows_that_train
 from triaxis.engine.data.tokenizer import Message, Segment, Tokenizer, open_tokenizer
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -190,16 +190,19 @@ def open_jsonl(
     lengths = np.array([len(piece) for piece in ids], dtype=np.int64)
     stops = np.cumsum(lengths)
     tokens = np.concatenate(ids)
-    starts = stops - lengths
+    starts, trained = stops - lengths, np.concatenate(targets)
+    rows = rows_that_train(pack_documents(starts, len(tokens), sequence_length, pack=pack), starts, trained)
+    if not len(rows.starts):
+        raise ValueError(f"{path}: no document has a token to train on ({tally}); give longer texts")
     return StreamSource(
         tokens=ArrayTokens(tokens),
         document_starts=starts,
-        rows=pack_documents(starts, len(tokens), sequence_length, pack=pack),
+        rows=rows,
         sequence_length=sequence_length,
         vocab_size=tokenizer.vocab_size,
         name_document=_line_namer(path, lines),
         report=f"{path}: {tally}" + (f" ({tally.listing()})" if tally.bad else ""),
-        trained=np.concatenate(targets),
+        trained=trained,
     )
 
 

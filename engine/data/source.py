@@ -59,7 +59,7 @@ def open_source(
     if str(name_or_path) == "stdlib":
         if tokenizer_path is not None:
             raise ValueError(
-                f"`tokenizer_path` must be unset for stdlib, which is bytes, but is {tokenizer_path}"
+                f"`tokenizer` must be left out for stdlib, which is bytes, but is {tokenizer_path}"
             )
         return open_stdlib(split=split, sequence_length=sequence_length)
     if path.suffix == ".jsonl":

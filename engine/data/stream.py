@@ -87,6 +87,18 @@ def pack_documents(document_starts: Ints, tokens: int, sequence_length: int, *, 
     return Rows(starts=np.array(starts, dtype=np.int64), stops=np.array(stops, dtype=np.int64))
 
 
+def rows_that_train(rows: Rows, document_starts: Ints, trained: NDArray[np.bool_]) -> Rows:
+    """The rows that hold at least one trained target: a token that is trained and does not begin its document.
+
+    Example: documents of 3 and 1 tokens in rows [0, 3) [3, 4): the second row has no target, and is dropped.
+    """
+    targets = np.concatenate((trained, [False]))
+    targets[document_starts] = False
+    before = np.concatenate(([0], np.cumsum(targets)))
+    kept = before[rows.stops + 1] > before[rows.starts + 1]
+    return Rows(starts=rows.starts[kept], stops=rows.stops[kept])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSource:
     """A `Source` over a stream of documents; immutable, so ranks that are threads may share one.

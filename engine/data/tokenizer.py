@@ -136,16 +136,22 @@ def open_tokenizer(path: str | Path | None) -> Tokenizer:
     if path.is_dir():
         from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
-        folder = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        try:
+            folder = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`tokenizer` must be a tokenizer.json or a folder that holds a tokenizer, but {path} holds none "
+                f"that transformers can read; check the path"
+            ) from error
         return FolderTokenizer(folder, len(folder), folder.eos_token_id)
     if not path.is_file():
-        raise ValueError(f"`tokenizer_path` must be a tokenizer.json or a folder, but {path} does not exist")
+        raise ValueError(f"`tokenizer` must be a tokenizer.json or a folder, but {path} does not exist")
     from tokenizers import Tokenizer as FileTokens  # noqa: PLC0415 - slow to import
 
     try:
         tokens = FileTokens.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"`tokenizer_path` must be a tokenizer.json, but {path} is not: {error}") from error
+        raise ValueError(f"`tokenizer` must be a tokenizer.json, but {path} is not: {error}") from error
     known = (tokens.token_to_id(name) for name in END_NAMES)
     end = next((token for token in known if token is not None), None)
     return JsonTokenizer(tokens, max(tokens.get_vocab().values()) + 1, end)

@@ -1,0 +1,41 @@
+"""The folder a run writes to: one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import TextIO
+
+LOCK_NAME = ".lock"
+
+
+def claim_directory(directory: Path) -> TextIO:
+    """Makes the folder and holds it until the file returned is closed, or this process is gone.
+
+    Clears what earlier runs left behind. Raises ValueError if another run holds it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK_NAME).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"`output_dir` must be a folder that can be written, but {directory} cannot: {error.strerror}; "
+            "name another with --output-dir"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise ValueError(
+            f"`output_dir` must not be in use, but another run (process {holder}) writes to {directory}; "
+            "name another with --output-dir, or end that run"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    for left in directory.glob(".failure-*"):
+        left.unlink(missing_ok=True)
+    return lock
