@@ -115,7 +115,7 @@ def test_three_bad_lines_of_a_thousand(tmp_path: Path) -> None:  # B116
 def test_rows_without_a_target_are_left_out(tmp_path: Path) -> None:
     """A one-token document trains nothing: a batch of such rows would be a step with a loss of zero."""
     path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abcd", "x" * 9, "abcd")))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abcd", "x" * 8, "abcd")))
     source = open_source(path, split="train", sequence_length=4, pack=True)
     labels = [source.sample(0, index).labels_L for index in range(len(source))]
     assert len(source) >= 4
