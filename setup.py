@@ -16,7 +16,10 @@ setup(
         for inner in ["", *find_packages(room)]
     ],
     package_dir={f"triaxis.{room}": room for room in ROOMS},
-    package_data={f"triaxis.{room}": ["py.typed"] for room in ROOMS},
+    package_data={
+        **{f"triaxis.{room}": ["py.typed"] for room in ROOMS},
+        "triaxis.launch.planner": ["*.toml", "data/*.csv"],
+    },
     install_requires=[
         "torch>=2.13",
         "numpy",

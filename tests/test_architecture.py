@@ -26,6 +26,8 @@ PURE = (
     "launch.flags",
     "launch.schedule",
     "launch.train",
+    "launch.planner.hardware",
+    "launch.planner.collectives",
 )
 DISTRIBUTED = {
     "parallel/process_world.py",
