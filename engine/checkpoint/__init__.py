@@ -1,0 +1,1 @@
+"""Sharded checkpoints that any topology reads: what is written, how, and when it counts."""
