@@ -32,7 +32,10 @@ WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens."""
+    """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens.
+
+    skip_nonfinite: leave the model as it is where the loss or the gradient norm is not finite
+    """
 
     model: ModelConfig
     microbatch_size: int
@@ -49,6 +52,7 @@ class StepPlan:
     accumulate_dtype: str | None = None
     max_grad_norm: float = 1.0
     rule: UpdateRule = field(default_factory=UpdateRule)
+    skip_nonfinite: bool = False
     seed: int = 0
 
 
@@ -60,6 +64,7 @@ class StepResult:
     grad_norm: float
     clip_coefficient: float
     trained_tokens: int
+    skipped: bool = False
 
 
 class _Chunk:
@@ -69,10 +74,12 @@ class _Chunk:
         self._stage, self._index, self._step = stage, index, step
 
     def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
+        self._step.position = "forward", self._index, microbatch
         output: Tensor = self._stage(hidden, self._step.batches[microbatch], self._step.scale)
         return output
 
     def before_backward(self, microbatch: int) -> None:
+        self._step.position = "backward", self._index, microbatch
         last = microbatch == len(self._step.batches) - 1
         self._step.data_parallel.start_backward(self._index, last=last)
 
@@ -124,6 +131,7 @@ class TrainingStep:
         self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
+        self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
         tokens = plan.microbatch_size * plan.sequence_length
@@ -166,13 +174,16 @@ class TrainingStep:
             coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(
                 1.0
             )
-        self.optimizer.step(learning_rate, coefficient)
-        self.data_parallel.publish()
+        skipped = self.plan.skip_nonfinite and not bool(torch.isfinite(loss + norm))
+        if not skipped:
+            self.optimizer.step(learning_rate, coefficient)
+            self.data_parallel.publish()
         return StepResult(
             loss=float(loss),
             grad_norm=float(norm),
             clip_coefficient=float(coefficient),
             trained_tokens=int(tokens),
+            skipped=skipped,
         )
 
     def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:

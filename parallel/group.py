@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triaxis.parallel.failure import call_site
+
 
 class Work(Protocol):
     """A communication under way; `wait` returns when its tensors may be used, or raises."""
@@ -58,6 +60,7 @@ class Group(ABC):
 
     name: what the group is called in messages and metrics ("tp", "dp", "world", …)
     ranks: the members' ranks in the world; rank: this rank's place among them
+    last_operation: the latest one and where it was called; operations: how many there were (for a hang's report)
     `asynchronous=True` returns at once: the tensors belong to the group until `wait`.
     """
 
@@ -67,12 +70,19 @@ class Group(ABC):
         self.size = len(self.ranks)
         self.rank = self.ranks.index(world_rank)
         self.traffic = Traffic()
+        self.operations = 0
+        self.last_operation: tuple[str, str] | None = None
+
+    def _note(self, operation: str, sent_bytes: int) -> None:
+        self.traffic.add(operation, sent_bytes)
+        self.operations += 1
+        self.last_operation = operation, call_site()
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False, asynchronous: bool = False) -> Work:
         """P → R, in place: every member gets the sum (or, with `largest`, the maximum)."""
         if self.size == 1:
             return DONE
-        self.traffic.add("all_reduce", 2 * tensor.nbytes * (self.size - 1) // self.size)
+        self._note("all_reduce", 2 * tensor.nbytes * (self.size - 1) // self.size)
         return self._finish(self._all_reduce(tensor, largest), asynchronous)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, asynchronous: bool = False) -> Work:
@@ -82,7 +92,7 @@ class Group(ABC):
         """
         if self.size == 1:
             return self._copy(output, shard)
-        self.traffic.add("all_gather", shard.nbytes * (self.size - 1))
+        self._note("all_gather", shard.nbytes * (self.size - 1))
         return self._finish(self._all_gather(output, shard), asynchronous)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor, *, asynchronous: bool = False) -> Work:
@@ -92,36 +102,37 @@ class Group(ABC):
         """
         if self.size == 1:
             return self._copy(shard, whole)
-        self.traffic.add("reduce_scatter", shard.nbytes * (self.size - 1))
+        self._note("reduce_scatter", shard.nbytes * (self.size - 1))
         return self._finish(self._reduce_scatter(shard, whole), asynchronous)
 
     def all_to_all(self, output: Tensor, whole: Tensor, *, asynchronous: bool = False) -> Work:
         """V → V: equal part i of `whole` goes to member i; part j of `output` comes from member j."""
         if self.size == 1:
             return self._copy(output, whole)
-        self.traffic.add("all_to_all", whole.nbytes * (self.size - 1) // self.size)
+        self._note("all_to_all", whole.nbytes * (self.size - 1) // self.size)
         return self._finish(self._all_to_all(output, whole), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int, *, asynchronous: bool = False) -> Work:
         """In place: every member gets the tensor of member `root` (its place in the group)."""
         if self.size == 1:
             return DONE
-        self.traffic.add("broadcast", tensor.nbytes if self.rank == root else 0)
+        self._note("broadcast", tensor.nbytes if self.rank == root else 0)
         return self._finish(self._broadcast(tensor, root), asynchronous)
 
     def isend(self, tensor: Tensor, peer: int) -> Work:
         """Sends to member `peer`; messages between two members arrive in the order sent."""
-        self.traffic.add("send", tensor.nbytes)
+        self._note("send", tensor.nbytes)
         return self._isend(tensor, peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Work:
         """Fills `tensor` with the next message of member `peer`."""
-        self.traffic.add("receive", 0)
+        self._note("receive", 0)
         return self._irecv(tensor, peer)
 
     def barrier(self) -> None:
         """Returns when every member has come here."""
         if self.size > 1:
+            self._note("barrier", 0)
             self._barrier()
 
     @staticmethod
