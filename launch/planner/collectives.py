@@ -70,21 +70,30 @@ def send_seconds(nbytes: float, source: int, destination: int, hardware: Hardwar
 
 
 def _group(ranks: Sequence[int], hardware: Hardware) -> _Group:
-    counts = Counter(rank // hardware.gpus_per_node for rank in ranks)
-    local = max(counts.values())
+    local, nodes, even = _placement(ranks, hardware.gpus_per_node)
     intra = hardware.intra.bytes_per_s
     if not hardware.switched and hardware.gpus_per_node > 1:
         intra *= max(local - 1, 1) / (hardware.gpus_per_node - 1)
     return _Group(
         ranks=len(ranks),
         local=local,
-        nodes=len(counts),
-        even=len(set(counts.values())) == 1,
+        nodes=nodes,
+        even=even,
         intra_bytes_per_s=intra,
         inter_bytes_per_s=hardware.inter.bytes_per_s * hardware.nics_per_node / hardware.gpus_per_node,
         intra_latency=hardware.intra.latency_s,
         inter_latency=hardware.inter.latency_s,
     )
+
+
+def _placement(ranks: Sequence[int], per_node: int) -> tuple[int, int, bool]:
+    """Most ranks on one node, nodes, whether all nodes have as many."""
+    if isinstance(ranks, range) and ranks.start == 0 and per_node % ranks.step == 0:
+        local = min(len(ranks), per_node // ranks.step)
+        return local, -(-len(ranks) // local), len(ranks) % local == 0
+    counts = Counter(rank // per_node for rank in ranks)
+    local = max(counts.values())
+    return local, len(counts), len(set(counts.values())) == 1
 
 
 def _one_way(group: _Group, nbytes: float) -> float:

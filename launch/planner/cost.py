@@ -1,0 +1,370 @@
+"""The time of one step in closed form: what each rank computes, sends and waits for. Standard library only.
+
+Products run at the hardware's measured share of its peak, everything else at its memory's rate; messages cost what
+collectives.py says; the pipeline's bubble is (p - 1)/v of a microbatch (planning formulas C.5 to C.8). For uneven
+stages and exact schedules ask the simulation; this is the filter before it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from triaxis.launch.planner.collectives import collective_seconds, send_seconds
+from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.planner.layout import Layout, Recompute
+
+FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
+LAYER_KERNELS: Final = (28, 44)  # launches of a layer's forward and backward
+STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging
+OPTIMIZER_BYTES: Final = (
+    34  # moved for each parameter that a rank updates: fp32 states in and out, gradient, weight
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step and their parts, each as it lengthens the step, on the slowest stage."""
+
+    compute: float
+    recompute: float
+    tensor: float
+    context: float
+    expert: float
+    pipeline: float
+    bubble: float
+    data: float
+    optimizer: float
+    tokens: float
+    gpus: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return (
+            self.compute
+            + self.recompute
+            + self.tensor
+            + self.context
+            + self.expert
+            + self.pipeline
+            + self.bubble
+            + self.data
+            + self.optimizer
+        )
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Throughput."""
+        return self.tokens / self.seconds / self.gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Seconds of a part for one microbatch: forward, backward and what is computed again before backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+
+    def __add__(self, other: _Passes) -> _Passes:
+        return _Passes(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            again=self.again + other.again,
+        )
+
+    def times(self, count: float) -> _Passes:
+        return _Passes(forward=self.forward * count, backward=self.backward * count, again=self.again * count)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.again
+
+
+def step_time(layout: Layout) -> StepTime:
+    """The step's time on the slowest pipeline stage."""
+    shape, stages, chunks = layout.shape, layout.pp, layout.virtual_stages
+    dense = _layer(layout, routed=False)
+    routed = _layer(layout, routed=True) if shape.expert_layers else dense
+    share = shape.expert_layers / shape.layers
+    layer = dense.times(1 - share) + routed.times(share)
+    head = _head(layout)
+    per_stage = _layers_of_longest_stage(layout, layer.total, head.total)
+    tail = head if stages == 1 or per_stage == shape.layers / stages else head.times(0)
+    longest = layer.times(per_stage) + tail
+    mean = layer.times(shape.layers / stages) + head.times(1 / stages)
+    tensor = _tensor(layout) * per_stage
+    context = _context(layout, layer) * per_stage
+    expert = _expert(layout) * per_stage * share
+    count = layout.microbatches
+    pipeline = _pipeline(layout) * count
+    waiting = (stages - 1) / chunks
+    bubble = waiting * (mean.total + tensor + context + expert + (_pipeline(layout) if chunks == 1 else 0.0))
+    window = (longest.forward, longest.backward + longest.again)
+    return StepTime(
+        compute=count * (longest.forward + longest.backward),
+        recompute=count * longest.again,
+        tensor=count * tensor,
+        context=count * context,
+        expert=count * expert,
+        pipeline=pipeline,
+        bubble=bubble,
+        data=_data(layout, window),
+        optimizer=_optimizer(layout) + STEP_SECONDS,
+        tokens=layout.global_batch * layout.sequence,
+        gpus=layout.gpus,
+    )
+
+
+def _layers_of_longest_stage(layout: Layout, layer: float, head: float) -> float:
+    """Equal counts where they divide; else layers, embedding and head are cut to balance the stages."""
+    layers, stages = layout.shape.layers, layout.pp
+    if layers % stages == 0:
+        return layers / stages
+    return math.ceil(layers / stages)
+
+
+def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count: float = 1.0) -> float:
+    """Seconds of `count` products (tokens × inputs)·(inputs × outputs): the longer of arithmetic and memory."""
+    hardware = layout.hardware
+    flops = 2 * tokens * inputs * outputs
+    width = hardware.peak(_wide(hardware))
+    # a faster unit needs a longer product to reach the same share of its peak
+    share = hardware.matmul_fraction(flops * width / hardware.peak(layout.dtype))
+    arithmetic = flops / (hardware.peak(layout.dtype) * share)
+    memory = hardware.memory_seconds(2 * (tokens * inputs + inputs * outputs + tokens * outputs))
+    return count * max(arithmetic, memory)
+
+
+def _wide(hardware: Hardware) -> str:
+    return "bf16" if "bf16" in hardware.peak_flops else next(iter(hardware.peak_flops))
+
+
+def _linear(layout: Layout, tokens: float, inputs: float, outputs: float, count: float = 1.0) -> _Passes:
+    """A weight's product, and in backward those for its input and its own gradient, accumulated in place."""
+    forward = _product(layout, tokens, inputs, outputs, count)
+    backward = _product(layout, tokens, outputs, inputs, count)
+    if layout.trains_weights:
+        accumulate = layout.hardware.memory_seconds(
+            2 * layout.software.gradient_bytes * inputs * outputs * count
+        )
+        backward += _product(layout, inputs, tokens, outputs, count) + (
+            accumulate if layout.microbatches > 1 else accumulate / 2
+        )
+    return _Passes(forward=forward, backward=backward)
+
+
+def _layer(layout: Layout, *, routed: bool) -> _Passes:
+    """One layer of one microbatch on one rank, messages left out."""
+    shape, tokens, tensor = layout.shape, layout.tokens, layout.tp
+    products = _Passes()
+    for index, (inputs, outputs) in enumerate(shape.attention_matmuls()):
+        last = index == len(shape.attention_matmuls()) - 1
+        low = shape.latent is not None and index == 0
+        cut = 1 if low else tensor
+        products += _linear(
+            layout, tokens, inputs / cut if last else inputs, outputs if last else outputs / cut
+        )
+    for inputs, outputs in shape.mlp_matmuls(shape.shared_ffn if routed else shape.ffn):
+        wide = inputs == shape.hidden
+        products += _linear(
+            layout, tokens, inputs if wide else inputs / tensor, outputs / tensor if wide else outputs
+        )
+    if routed:
+        held = shape.experts / layout.ep
+        rows = tokens * shape.chosen / tensor / held
+        for inputs, outputs in shape.mlp_matmuls(shape.expert_ffn):
+            products += _linear(layout, rows, inputs, outputs, held)
+        products += _linear(layout, tokens / tensor, shape.hidden, shape.experts)
+    attention = _attention(layout)
+    elementwise = _elementwise(layout, routed=routed)
+    whole = products + attention + elementwise
+    whole = _Passes(
+        forward=max(whole.forward, _launches(layout, 0)), backward=max(whole.backward, _launches(layout, 1))
+    )
+    again = {
+        Recompute.NONE: 0.0,
+        Recompute.SELECTIVE: 0.0 if layout.flash_attention else attention.forward,
+        Recompute.FULL: whole.forward,
+    }[layout.recompute]
+    return _Passes(forward=whole.forward, backward=whole.backward, again=again)
+
+
+def _launches(layout: Layout, index: int) -> float:
+    kernels = LAYER_KERNELS[index] * (1.0 if layout.software.fused else 1.6)
+    return 0.0 if layout.software.captured else kernels * layout.hardware.launch_overhead_s
+
+
+def _attention(layout: Layout) -> _Passes:
+    """Scores, softmax and values."""
+    shape, hardware = layout.shape, layout.hardware
+    scores, values = shape.attention_sizes
+    pairs = layout.tokens * layout.sequence * shape.heads / layout.tp
+    flops = 2 * pairs * (scores + values)
+    wide = _wide(hardware)
+    if layout.flash_attention:
+        forward = 0.5 * flops / (hardware.peak(wide) * hardware.constants.attention_fraction)
+        return _Passes(forward=forward, backward=FLASH_BACKWARD * forward)
+    one = flops / 2 / (layout.microbatch * shape.heads / layout.tp)
+    arithmetic = flops / (hardware.peak(wide) * hardware.matmul_fraction(one))
+    # two products write and read 2-byte scores; softmax and dropout read and write them and keep a mask
+    forward = max(arithmetic, hardware.memory_seconds(4 * pairs)) + hardware.memory_seconds(9 * pairs)
+    return _Passes(forward=forward, backward=2 * forward)
+
+
+def _elementwise(layout: Layout, *, routed: bool) -> _Passes:
+    """Norms, residual additions, activations, rotary positions: memory traffic in bytes per token."""
+    shape, tensor = layout.shape, layout.tp
+    outer = shape.hidden / (tensor if layout.sequence_parallel else 1)
+    traffic = (2 * 4 + 2 * 6) if layout.software.fused else (2 * 14 + 2 * 6)
+    scores, values = shape.attention_sizes
+    heads = (shape.heads * scores + shape.kv_heads * (scores + values)) / tensor
+    width = shape.ffn if not routed else shape.shared_ffn + shape.chosen * shape.expert_ffn
+    active = 2 * shape.mlp_matrices * width / tensor * (1.0 if layout.software.fused else 1.7)
+    total = traffic * outer + 4 * heads + active
+    if layout.dtype in ("fp8", "fp4"):  # casts of inputs and gradients, both ways round
+        total += 4 * (2 * outer + heads + width / tensor)
+    if routed:  # permutation, router and weighted sum
+        total += (4 * 2 * shape.chosen + 8) * shape.hidden / tensor
+    forward = layout.hardware.memory_seconds(total * layout.tokens)
+    return _Passes(forward=forward, backward=2 * forward)
+
+
+def _head(layout: Layout) -> _Passes:
+    """Last norm, logits and loss of the last stage."""
+    shape = layout.shape
+    logits = layout.tokens * shape.vocab / layout.tp
+    product = _linear(layout, layout.tokens, shape.hidden, shape.vocab / layout.tp)
+    loss = layout.hardware.memory_seconds(logits * (12 if layout.software.fused else 20))
+    return product + _Passes(forward=loss / 2, backward=loss / 2)
+
+
+def _tensor(layout: Layout) -> float:
+    """Exposed seconds of one layer's messages over tp for one microbatch."""
+    if layout.tp == 1:
+        return 0.0
+    nbytes = 2 * layout.tokens * layout.shape.hidden
+    ranks, hardware = layout.group("tp"), layout.hardware
+    passes = 2 if layout.recompute != Recompute.FULL else 3
+    if layout.sequence_parallel:
+        once = collective_seconds("all_gather", nbytes, ranks, hardware) + collective_seconds(
+            "reduce_scatter", nbytes, ranks, hardware
+        )
+    else:
+        once = collective_seconds("all_reduce", nbytes, ranks, hardware)
+    shown = hardware.constants.exposed_fraction if layout.software.overlaps_tensor else 1.0
+    return 2 * passes * once * shown
+
+
+def _context(layout: Layout, layer: _Passes) -> float:
+    """Exposed seconds of one layer's ring of keys and values over cp."""
+    if layout.cp == 1:
+        return 0.0
+    scores, values = layout.shape.attention_sizes
+    local = 2 * layout.tokens * layout.shape.kv_heads * (scores + values) / layout.tp
+    ranks = layout.group("cp")
+    hop = send_seconds(local, ranks[0], ranks[-1], layout.hardware)
+    whole = 3 * (layout.cp - 1) * hop
+    attention = _attention(layout).total
+    shown = layout.hardware.constants.exposed_fraction
+    return max(0.0, whole - attention) + shown * min(whole, attention)
+
+
+def _expert(layout: Layout) -> float:
+    """Seconds of one routed layer's four exchanges of tokens over ep."""
+    shape = layout.shape
+    if not shape.experts or layout.ep == 1:
+        return 0.0
+    nbytes = 2 * layout.tokens / layout.tp * shape.chosen * shape.hidden
+    once = collective_seconds("all_to_all", nbytes, layout.group("ep"), layout.hardware)
+    return (4 if layout.recompute != Recompute.FULL else 6) * once
+
+
+def _pipeline(layout: Layout) -> float:
+    """Exposed seconds of one microbatch's messages between stages."""
+    if layout.pp == 1:
+        return 0.0
+    cut = layout.tp if layout.sequence_parallel else 1
+    nbytes = 2 * layout.tokens * layout.shape.hidden / cut
+    ranks = layout.group("pp")
+    boundary = layout.hardware.gpus_per_node
+    crossing = next((rank for rank in ranks if rank >= boundary), ranks[1])
+    once = send_seconds(nbytes, 0, crossing, layout.hardware)
+    if layout.virtual_stages > 1 and layout.software.overlaps_pipeline:
+        return 2 * layout.virtual_stages * once * layout.hardware.constants.exposed_fraction
+    return 2 * layout.virtual_stages * once
+
+
+def _held(layout: Layout) -> tuple[float, float]:
+    """Parameters of the fullest stage on one rank: those shared by all replicas, and its experts."""
+    shape = layout.shape
+    routed = shape.expert_layers / layout.pp
+    plain = (shape.layers - shape.expert_layers) / layout.pp
+    dense = plain * shape.dense_parameters(routed=False) + routed * shape.dense_parameters(routed=True)
+    ends = shape.embedding_parameters() * (2 if layout.pp == 1 and not shape.tied else 1)
+    experts = routed * shape.expert_parameters() / layout.ep
+    return (dense + ends) / layout.tp, experts
+
+
+def _data(layout: Layout, window: tuple[float, float]) -> float:
+    """Exposed seconds of summing gradients and gathering parameters over dp.
+
+    window: seconds of one microbatch's forward and backward, behind which they may hide
+    """
+    dense, experts = _held(layout)
+    if not layout.trains_weights:
+        return 0.0
+    hardware = layout.hardware
+    forward, backward = window
+    shown = hardware.constants.exposed_fraction
+
+    def exposed(communication: float, computation: float) -> float:
+        if not layout.software.overlaps_gradients:
+            return communication
+        return max(0.0, communication - computation) + shown * min(communication, computation)
+
+    def over(operation: str, bytes_each: float) -> float:
+        total = 0.0
+        for parameters, replicas, shards in (
+            (dense, layout.replicas, layout.shards),
+            (experts, layout.expert_replicas, min(layout.shards, layout.expert_replicas)),
+        ):
+            if parameters and replicas > 1:
+                size = parameters * bytes_each
+                ranks = layout.group("dp", shards)
+                total += collective_seconds(operation, size, ranks, hardware)
+                if operation == "reduce_scatter" and shards < replicas:
+                    across = layout.group("dp", replicas)[::shards]
+                    total += collective_seconds("all_reduce", size / shards, across, hardware)
+        return total
+
+    weights, gradients = 2.0, float(layout.software.reduce_bytes)
+    count = layout.microbatches
+    if layout.zero == 0:
+        whole = 0.0
+        for parameters, replicas in ((dense, layout.replicas), (experts, layout.expert_replicas)):
+            if parameters and replicas > 1:
+                ranks = layout.group("dp", replicas)
+                whole += collective_seconds("all_reduce", parameters * gradients, ranks, hardware)
+        return exposed(whole, backward)
+    if layout.zero < 3:
+        rounds = count if layout.zero == 2 and layout.pp == 1 else 1
+        return rounds * exposed(over("reduce_scatter", gradients), backward) + exposed(
+            over("all_gather", weights), forward
+        )
+    gather = over("all_gather", weights)
+    reduce = over("reduce_scatter", gradients)
+    return count * (exposed(gather, forward) + exposed(gather + reduce, backward))
+
+
+def _optimizer(layout: Layout) -> float:
+    """Seconds of the update of what a rank owns, memory-bound."""
+    dense, experts = _held(layout)
+    if not layout.trains_weights:
+        return 0.0
+    if layout.zero:
+        dense /= layout.shards
+        experts /= min(layout.shards, layout.expert_replicas)
+    return layout.hardware.memory_seconds(OPTIMIZER_BYTES * (dense + experts))
