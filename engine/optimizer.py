@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from triaxis.parallel.data_parallel import Shard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +40,20 @@ def _runs(bucket: Shard) -> list[tuple[int, int, bool]]:
     return runs
 
 
+def _adam_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
+    """The state that torch's fused AdamW keeps of a tensor, made as it would make it."""
+    state: dict[str, Tensor] = optimizer.state[master]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state |= {name: torch.zeros_like(master) for name in MOMENTS}
+    return state
+
+
 class ShardOptimizer:
-    """Updates every bucket's master shard from its gradient shard."""
+    """Updates every bucket's master shard from its gradient shard. steps: updates done."""
 
     def __init__(self, buckets: Sequence[Shard], rule: UpdateRule) -> None:
+        self._rule, self.steps = rule, 0
         self._updates: list[tuple[Shard, torch.optim.Optimizer, list[tuple[Tensor, int, int]]]] = []
         for bucket in buckets:
             groups: list[dict[str, object]] = []
@@ -58,6 +70,7 @@ class ShardOptimizer:
     @torch.no_grad()
     def step(self, learning_rate: float, coefficient: Tensor) -> None:
         """One update, gradients first multiplied by `coefficient` (a scalar tensor)."""
+        self.steps += 1
         for bucket, optimizer, places in self._updates:
             gradient = bucket.gradient_shard.mul_(coefficient).to(bucket.master.dtype)
             for master, start, stop in places:
@@ -67,6 +80,21 @@ class ShardOptimizer:
             optimizer.step()
             for master, _, _ in places:
                 master.grad = None
+
+    def moments(self) -> Iterator[tuple[Shard, int, int, dict[str, Tensor]]]:
+        """Each run [start, stop) of a shard and its moments by name, zeros before the first step; SGD has none."""
+        for bucket, optimizer, places in self._updates:
+            for master, start, stop in places:
+                state = _adam_state(optimizer, master) if self._rule.name == "adamw" else {}
+                yield bucket, start, stop, {name: state[name] for name in MOMENTS if name in state}
+
+    def resume_at(self, steps: int) -> None:
+        """The moments are those after `steps` updates."""
+        self.steps = steps
+        for _, optimizer, _ in self._updates:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(steps)
 
     def state_bytes(self) -> int:
         """Bytes of the moments."""

@@ -34,6 +34,8 @@ DISTRIBUTED = {
     "parallel/process_group.py",
     "parallel/fsdp.py",
     "parallel/mesh.py",
+    "engine/checkpoint/planner.py",
+    "engine/checkpoint/storage.py",
 }
 ENVIRONMENT = {"os.environ", "os.getenv"}
 MODULES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))

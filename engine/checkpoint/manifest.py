@@ -1,34 +1,19 @@
-"""What a checkpoint is on disk: shard files, and a manifest that is written last. No torch.
-
-    checkpoints/step-00000020/shard-00000.safetensors   chunks of tensors, whoever wrote them
-                              shard-00001.safetensors
-                              manifest.json             the run's state, every file's size and checksum, every chunk
-                              best                      if it had the best evaluation loss so far
-    checkpoints/.tmp-step-00000030-5f1c…                a save under way, or what is left of one that died
-
-A checkpoint is complete if it has its name and its manifest: both come with one rename.
-"""
+"""A checkpoint's manifest: the run's state, and where every chunk of every tensor is. No torch."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from triaxis.engine.checkpoint.folder import MANIFEST, previous_checkpoint, sync_folder
 
 FORMAT = "triaxis-checkpoint"
 VERSION = 1
-FOLDER = "checkpoints"
-MANIFEST = "manifest.json"
-BEST = "best"
-TEMPORARY = ".tmp-"
-REPLACED = ".old"
-NAME = re.compile(r"step-(\d+)(\.old)?")
 BLOCK_BYTES = 1 << 20
 
 
@@ -106,22 +91,80 @@ class Manifest:
         return sum(file.size_bytes for file in self.files.values())
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
+def damaged(path: Path, file: str, what: str) -> CheckpointError:
+    """The error of a checkpoint whose `file` is not as it was written, and the way out."""
+    previous = previous_checkpoint(path)
+    way_out = f"resume from {previous}" if previous else "no complete checkpoint is before it"
+    return CheckpointError(f"{path / file} {what}; {way_out}", previous)
 
 
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints of the run in `directory`, the newest last; leftovers of dead saves are not."""
-    found = []
-    for path in (directory / FOLDER).glob("step-*"):
-        match = NAME.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
-            found.append((int(match[1]), match[2] is None, path))
-    return [path for _, _, path in sorted(found)]
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes it with a checksum of itself, and syncs it and the folder."""
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    with (folder / MANIFEST).open("x", encoding="utf-8") as file:
+        json.dump({"crc32": _body_crc(body), "manifest": body}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
 
 
-def previous_checkpoint(path: Path) -> Path | None:
-    """The complete checkpoint before this one in the same folder."""
-    complete = complete_checkpoints(path.parent.parent)
-    before = complete[: complete.index(path)] if path in complete else complete
-    return before[-1] if before else None
+def read_manifest(path: Path) -> Manifest:
+    """A checkpoint's manifest. Raises CheckpointError if it is missing, damaged or of another format."""
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+    except OSError as error:
+        raise damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from error
+    try:
+        document = json.loads(text)
+        body, written = document["manifest"], document["crc32"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged(path, MANIFEST, "is not a manifest: truncated or overwritten") from error
+    if _body_crc(body) != written:
+        raise damaged(path, MANIFEST, "does not match its own checksum")
+    if (body["format"], body["version"]) != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path / MANIFEST} must have `format` {FORMAT} and `version` {VERSION}, but has {body['format']} and "
+            f"{body['version']}; read it with the release that wrote it"
+        )
+    return Manifest(
+        state=RunState(**body["state"]),
+        optimizer_steps=body["optimizer_steps"],
+        files={name: FileRecord(**record) for name, record in body["files"].items()},
+        tensors={name: _tensor_record(record) for name, record in body["tensors"].items()},
+    )
+
+
+def _tensor_record(record: dict[str, Any]) -> TensorRecord:
+    chunks = tuple(
+        ChunkRecord(
+            offsets=tuple(chunk["offsets"]),
+            sizes=tuple(chunk["sizes"]),
+            file=chunk["file"],
+            first_byte=chunk["first_byte"],
+        )
+        for chunk in record["chunks"]
+    )
+    return TensorRecord(dtype=record["dtype"], shape=tuple(record["shape"]), chunks=chunks)
+
+
+def _body_crc(body: object) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def check_files(path: Path, files: Mapping[str, FileRecord]) -> None:
+    """Reads the files through. Raises CheckpointError that names the first missing, short or changed one."""
+    for name, record in files.items():
+        try:
+            with (path / name).open("rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                if size_bytes != record.size_bytes:
+                    raise damaged(
+                        path, name, f"has {size_bytes} bytes, but was written with {record.size_bytes}"
+                    )
+                crc32 = 0
+                while block := file.read(BLOCK_BYTES):
+                    crc32 = zlib.crc32(block, crc32)
+        except OSError as error:
+            raise damaged(path, name, f"cannot be read ({error.strerror})") from error
+        if crc32 != record.crc32:
+            raise damaged(path, name, "does not match its checksum")

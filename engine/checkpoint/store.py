@@ -1,29 +1,118 @@
-"""A run's checkpoints: saving, finding, loading and pruning them. All ranks together."""
+"""A run's checkpoints: saving, finding, loading and pruning them. All ranks together.
+
+A save: rank 0 makes a temporary folder, every rank writes its share there (in a thread if asynchronous), and once
+all say that theirs is on disk, rank 0 writes the manifest and gives the folder its name. Threads never communicate.
+"""
 
 from __future__ import annotations
 
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
+
+from triaxis.engine.checkpoint.agreement import gather_json, send_json
+from triaxis.engine.checkpoint.folder import (
+    BEST,
+    FOLDER,
+    begin_folder,
+    complete_checkpoints,
+    place_folder,
+    previous_checkpoint,
+    prune_folders,
+    reading,
+)
 from triaxis.engine.checkpoint.manifest import (
     CheckpointError,
+    FileRecord,
+    Manifest,
     RunState,
     SaveError,
-    complete_checkpoints,
+    check_files,
+    damaged,
 )
+from triaxis.engine.checkpoint.planner import (
+    StateLoadPlanner,
+    StatePlanner,
+    mismatches,
+    plan_from_json,
+    plan_to_json,
+)
+from triaxis.engine.checkpoint.states import held_states
+from triaxis.engine.checkpoint.storage import ShardReader, ShardWriter, results_of
 from triaxis.engine.step import TrainingStep
 
 __all__ = ["CheckpointError", "CheckpointStore", "RunState", "SaveError", "complete_checkpoints"]
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """A save under way. written: done when this rank's share is on disk, or could not be put there."""
+
+    state: RunState
+    optimizer_steps: int
+    temporary: Path
+    best: bool
+    written: Future[None]
+
+
+def _start(work: Callable[[], None], *, asynchronous: bool) -> Future[None]:
+    """Does the work, here or in a thread."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  (raised, or agreed on, by who waits)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    if asynchronous:
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    else:
+        run()
+    return future
+
 
 class CheckpointStore:
-    """The checkpoints of one run under `directory/checkpoints`. Making it is collective, over the world."""
+    """The checkpoints of one run under `directory/checkpoints`. Making it is collective, over the world.
+
+    tensors, size_bytes: of a checkpoint, over all ranks
+    """
 
     def __init__(self, directory: Path, step: TrainingStep) -> None:
-        raise NotImplementedError
+        self._directory, self._step = directory, step
+        self._group, self._device = step.mesh.everyone, step.mesh.world.device
+        self._held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
+        self._planner, self._writer = StatePlanner(), ShardWriter()
+        self._planner.set_up_planner(self._held)
+        own = plan_to_json(self._planner.create_local_plan())
+        plans = [plan_from_json(plan) for plan in gather_json(self._group, own, self._device)]
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        plans = self._writer.prepare_global_plan(plans)
+        self._plan = plans[self._group.rank]
+        self._results = [results_of(plan) for plan in plans]
+        self.tensors = len(self._metadata.state_dict_metadata)
+        self.size_bytes = sum(result.size_in_bytes for share in self._results for result in share)
+        self._save: _Save | None = None
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, as rank 0 sees it. Collective."""
-        raise NotImplementedError
+        found = complete_checkpoints(self._directory) if self._group.rank == 0 else []
+        newest = send_json(self._group, found[-1].name if found else None, self._device)
+        return None if newest is None else self._directory / FOLDER / str(newest)
+
+    # Saving.
 
     def save(self, state: RunState, *, asynchronous: bool = False, best: bool = False) -> None:
         """Writes a checkpoint of this moment; asynchronously, returns once the states are copied. Collective.
@@ -31,33 +120,176 @@ class CheckpointStore:
         Ends the save under way first. Raises SaveError on all ranks: for this save, or for the one under way (then
         this one is done, or on its way, all the same).
         """
-        raise NotImplementedError
+        earlier = self._commit()
+        temporary = self._begin(state.step)
+        if asynchronous:
+            self._planner.stage(self._plan)
+        self._writer.reset(temporary)
+
+        def write() -> None:
+            self._writer.write_data(self._plan, self._planner)
+
+        self._save = _Save(
+            state=state,
+            optimizer_steps=self._step.optimizer.steps,
+            temporary=temporary,
+            best=best,
+            written=_start(write, asynchronous=asynchronous),
+        )
+        failure = earlier if asynchronous else self._commit() or earlier
+        if failure is not None:
+            raise failure
 
     def finish(self) -> None:
         """Waits for an asynchronous save and commits it. Collective; raises SaveError on all ranks."""
-        raise NotImplementedError
+        failure = self._commit()
+        if failure is not None:
+            raise failure
 
     def poll(self) -> bool:
         """Whether this rank has no write under way; does not communicate."""
-        raise NotImplementedError
+        return self._save is None or self._save.written.done()
 
     def commit_if_ready(self) -> bool:
         """Commits an asynchronous save that every rank has written; whether it did. Collective, one small message.
 
         Nothing, and no message, while no save is under way. Raises SaveError on all ranks.
         """
-        raise NotImplementedError
+        if self._save is None:
+            return False
+        writing = torch.tensor([int(not self.poll())], device=self._device)
+        self._group.all_reduce(writing)
+        if int(writing):
+            return False
+        self.finish()
+        return True
+
+    def _begin(self, step: int) -> Path:
+        """The temporary folder of a save, made by rank 0. Raises SaveError on all ranks."""
+        answer: dict[str, str] = {}
+        if self._group.rank == 0:
+            try:
+                made = begin_folder(self._directory / FOLDER, step, secrets.token_hex(4))
+                answer = {"name": made.name}
+            except OSError as error:
+                answer = {"failure": str(error)}
+        told: Any = send_json(self._group, answer, self._device)
+        if "failure" in told:
+            raise self._failure(step, 0, told["failure"])
+        return self._directory / FOLDER / str(told["name"])
+
+    def _commit(self) -> SaveError | None:
+        """Ends the save under way, if there is one: its checkpoint is complete, or gone and this says why."""
+        save, self._save = self._save, None
+        if save is None:
+            return None
+        error = save.written.exception()
+        self._planner.unstage()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        files = {name: (file.size_bytes, file.crc32) for name, file in self._writer.files.items()}
+        own = {"failure": None if error is None else str(error), "files": files}
+        reports: list[Any] = gather_json(self._group, own, self._device)
+        failed = [(rank, report["failure"]) for rank, report in enumerate(reports) if report["failure"]]
+        if not failed and self._group.rank == 0:
+            failed = self._place(save, reports)
+        told: Any = send_json(self._group, failed[:1], self._device)
+        if not told:
+            return None
+        if self._group.rank == 0:
+            shutil.rmtree(save.temporary, ignore_errors=True)
+        return self._failure(save.state.step, *told[0])
+
+    def _place(self, save: _Save, reports: list[Any]) -> list[tuple[int, str]]:
+        """Rank 0 writes the manifest and names the folder; what failed, or nothing."""
+        files = {
+            name: FileRecord(size_bytes=size_bytes, crc32=crc32)
+            for report in reports
+            for name, (size_bytes, crc32) in report["files"].items()
+        }
+        facts = (save.state, save.optimizer_steps)
+        try:
+            if save.best:
+                (save.temporary / BEST).touch()
+            self._writer.finish(
+                replace(self._metadata, planner_data=facts, storage_data=files), self._results
+            )
+            place_folder(save.temporary, save.state.step)
+        except OSError as error:
+            return [(0, str(error))]
+        return []
+
+    @staticmethod
+    def _failure(step: int, rank: int, cause: str) -> SaveError:
+        return SaveError(
+            f"the checkpoint of step {step} was not saved, by rank {rank}: {cause}; earlier checkpoints are as they "
+            "were. Free space there, or choose another `output_dir`",
+            step,
+        )
+
+    # Loading.
 
     def load(self, path: Path) -> RunState:
         """Fills parameters, masters, moments and the optimizer's step from a checkpoint. Collective.
 
         Raises CheckpointError on all ranks, before anything is changed if a file is damaged or a tensor missing.
         """
-        raise NotImplementedError
+        self.finish()
+        planner, reader = StateLoadPlanner(), ShardReader(path)
+        with ExitStack() as stack:
+
+            def prepare() -> Manifest:
+                stack.enter_context(reading(path))
+                metadata = reader.read_metadata()
+                faults = mismatches(self._metadata.state_dict_metadata, metadata.state_dict_metadata)
+                if faults:
+                    raise CheckpointError(
+                        f"{path} must hold this run's model and optimizer, but " + "; ".join(faults)
+                    )
+                manifest: Manifest = metadata.planner_data
+                check_files(path, self._own_share(manifest.files))
+                reader.set_up_storage_reader(metadata, self._group.rank == 0)
+                planner.set_up_planner(self._held, metadata)
+                return manifest
+
+            def read() -> None:
+                reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner)
+
+            manifest = self._together(prepare, path)
+            self._together(read, path)
+        self._step.optimizer.resume_at(manifest.optimizer_steps)
+        self._step.data_parallel.publish()
+        return manifest.state
+
+    def _own_share(self, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        """The files whose checksum this rank checks."""
+        return {name: files[name] for name in sorted(files)[self._group.rank :: self._group.size]}
+
+    def _together(self, work: Callable[[], T], path: Path) -> T:
+        """This rank's result, if no rank failed; else the first failure is raised on all. Collective."""
+        result: list[T] = []
+        failure: str | None = None
+        try:
+            result.append(work())
+        except CheckpointError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = str(damaged(path, "", f"cannot be read ({error})"))
+        failures = gather_json(self._group, failure, self._device)
+        told = [(rank, text) for rank, text in enumerate(failures) if text is not None]
+        if told:
+            rank, text = told[0]
+            alike = all(other == text for other in failures)
+            previous: Any = send_json(self._group, str(previous_checkpoint(path) or ""), self._device)
+            raise CheckpointError(
+                f"{'' if alike else f'rank {rank}: '}{text}", Path(previous) if previous else None
+            )
+        return result[0]
 
     def prune(self, keep: int | None) -> None:
         """Rank 0 deletes the oldest complete ones until `keep` are left; None keeps all. Does not communicate.
 
         The newest, the best and those being read are never deleted.
         """
-        raise NotImplementedError
+        if keep is not None and self._group.rank == 0:
+            prune_folders(self._directory / FOLDER, keep)

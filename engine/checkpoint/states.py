@@ -1,0 +1,66 @@
+"""What a rank holds of the whole model's states, by name: "master/…", "exp_avg/…" and "exp_avg_sq/…" of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from triaxis.engine.checkpoint.rectangles import cut_rectangles
+from triaxis.engine.optimizer import ShardOptimizer
+from triaxis.parallel.bucket import Segment
+from triaxis.parallel.data_parallel import Shard
+
+Offsets = tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldTensor:
+    """The chunks held here of one tensor of global `shape`: their places in it, and views of the live values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: dict[Offsets, Tensor] = field(default_factory=dict)
+
+
+def held_states(shards: tuple[Shard, ...], optimizer: ShardOptimizer) -> dict[str, HeldTensor]:
+    """This rank's states. Moments that do not exist yet are made, as zeros."""
+    held: dict[str, HeldTensor] = {}
+    for shard in shards:
+        for segment in shard.segments:
+            run = shard.master.detach()[segment.start : segment.stop]
+            _hold(held, "master", segment, segment.first, run)
+    for shard, start, stop, moments in optimizer.moments():
+        for segment in shard.segments:
+            if start <= segment.start and segment.stop <= stop:
+                for kind, moment in moments.items():
+                    run = moment[segment.start - start : segment.stop - start]
+                    _hold(held, kind, segment, segment.first, run)
+    return held
+
+
+def _hold(held: dict[str, HeldTensor], kind: str, segment: Segment, first: int, run: Tensor) -> None:
+    """Adds the chunks of a flat run that begins at element `first` of the segment's piece."""
+    layout = segment.layout
+    tensor = held.setdefault(f"{kind}/{layout.name}", HeldTensor(dtype=run.dtype, shape=layout.shape))
+    for offsets, view in _chunks(segment, first, run):
+        assert offsets not in tensor.chunks, f"{layout.name} is held twice at {offsets}"
+        tensor.chunks[offsets] = view
+
+
+def _chunks(segment: Segment, first: int, run: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
+    """The run's rectangles without padding, at their offsets in the whole parameter."""
+    layout = segment.layout
+    for part in cut_rectangles(layout.local_shape, first, first + run.numel()):
+        view = run[part.first : part.first + part.elements].view(part.sizes)
+        if layout.dim is None:
+            yield part.offsets, view
+            continue
+        low = part.offsets[layout.dim]
+        kept = min(part.sizes[layout.dim], layout.stop - layout.start - low)
+        if kept > 0:
+            offsets = list(part.offsets)
+            offsets[layout.dim] = layout.start + low
+            yield tuple(offsets), view.narrow(layout.dim, 0, kept)
