@@ -186,7 +186,9 @@ def _layer(layout: Layout, *, routed: bool) -> _Passes:
     )
     again = {
         Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: 0.0 if layout.flash_attention else attention.forward,
+        Recompute.SELECTIVE: layout.software.selective * whole.forward
+        if layout.flash_attention
+        else attention.forward,
         Recompute.FULL: whole.forward,
     }[layout.recompute]
     return _Passes(forward=whole.forward, backward=whole.backward, again=again)
@@ -205,7 +207,10 @@ def _attention(layout: Layout) -> _Passes:
     flops = 2 * pairs * (scores + values)
     wide = _wide(hardware)
     if layout.flash_attention:
-        forward = 0.5 * flops / (hardware.peak(wide) * hardware.constants.attention_fraction)
+        reached = hardware.constants.attention_fraction
+        if hardware.generation not in ("volta", "ampere"):
+            reached *= layout.software.attention_kernel
+        forward = 0.5 * flops / (hardware.peak(wide) * reached)
         return _Passes(forward=forward, backward=FLASH_BACKWARD * forward)
     one = flops / 2 / (layout.microbatch * shape.heads / layout.tp)
     arithmetic = flops / (hardware.peak(wide) * hardware.matmul_fraction(one))
@@ -286,12 +291,13 @@ def _pipeline(layout: Layout) -> float:
     """Exposed seconds of one microbatch's messages between stages."""
     if layout.pp == 1:
         return 0.0
-    cut = layout.tp if layout.sequence_parallel else 1
-    nbytes = 2 * layout.tokens * layout.shape.hidden / cut
+    nbytes = 2 * layout.tokens * layout.shape.hidden / layout.tp  # each rank of tp sends its part
     ranks = layout.group("pp")
     boundary = layout.hardware.gpus_per_node
     crossing = next((rank for rank in ranks if rank >= boundary), ranks[1])
     once = send_seconds(nbytes, 0, crossing, layout.hardware)
+    if not layout.sequence_parallel and layout.tp > 1:
+        once += collective_seconds("all_gather", nbytes * layout.tp, layout.group("tp"), layout.hardware)
     if layout.virtual_stages > 1 and layout.software.overlaps_pipeline:
         return 2 * layout.virtual_stages * once * layout.hardware.constants.exposed_fraction
     return 2 * layout.virtual_stages * once

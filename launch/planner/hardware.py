@@ -7,7 +7,7 @@ import itertools
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +45,7 @@ class Hardware:
     launch_overhead_s: per kernel
     intra: per accelerator inside the node; inter: per network card (nics_per_node of them)
     efficiency: (FLOPs of a matrix product, share of the peak reached), ascending
-    generation: whose constants apply; switched: False where a pair inside a node has only its own link
+    generation, constants: what training reaches of it; switched: False where a pair inside a node has only its link
     """
 
     name: str
@@ -59,13 +59,9 @@ class Hardware:
     intra: Link
     inter: Link
     efficiency: tuple[tuple[float, float], ...]
+    constants: Constants
     generation: str = MEASURED
     switched: bool = True
-
-    @property
-    def constants(self) -> Constants:
-        """The five constants of its generation."""
-        return constants_of(self.generation)
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s in `dtype`; ValueError where the accelerator has no such unit."""
@@ -126,15 +122,8 @@ def load_hardware(name_or_path: str) -> Hardware:
         values = dict(presets[name_or_path])
         constants = constants_of(str(values["generation"]))
         values["name"] = name_or_path
-        values["memory_bytes_per_s"] = (
-            _number(values["memory_bytes_per_s"], "memory_bytes_per_s", name_or_path)
-            * constants.memory_fraction
-        )
-        values["efficiency"] = [
-            [flops, constants.matmul_fraction * flops / (flops + constants.matmul_half_flops)]
-            for flops in _CURVE_FLOPS
-        ]
-        return _hardware(values, f"hardware {name_or_path}")
+        values["efficiency"] = [[1.0, 1.0]]
+        return reach(_hardware(values, f"hardware {name_or_path}"), constants)
     path = Path(name_or_path)
     if path.suffix != ".toml":
         raise ValueError(
@@ -154,10 +143,22 @@ def load_hardware(name_or_path: str) -> Hardware:
     return _hardware(values, name_or_path)
 
 
+def reach(sheet: Hardware, constants: Constants) -> Hardware:
+    """Hardware as its data sheet has it, cut to what `constants` say that training reaches."""
+    return replace(
+        sheet,
+        memory_bytes_per_s=sheet.memory_bytes_per_s * constants.memory_fraction,
+        efficiency=tuple(
+            (flops, constants.matmul_fraction * flops / (flops + constants.matmul_half_flops))
+            for flops in _CURVE_FLOPS
+        ),
+        constants=constants,
+    )
+
+
 def _hardware(values: Mapping[str, object], origin: str) -> Hardware:
     _check_keys(values, Hardware, origin)
     generation = _text(values.get("generation", MEASURED), "generation", origin)
-    constants_of(generation)
     switched = values.get("switched", True)
     if not isinstance(switched, bool):
         raise ValueError(f"{origin}: `switched` must be true or false, but is {switched!r}")
@@ -173,13 +174,14 @@ def _hardware(values: Mapping[str, object], origin: str) -> Hardware:
         intra=_link(values["intra"], "intra", origin),
         inter=_link(values["inter"], "inter", origin),
         efficiency=_curve(values["efficiency"], origin),
+        constants=constants_of(generation),
         generation=generation,
         switched=switched,
     )
 
 
 def _check_keys(values: Mapping[str, object], of: type[Hardware] | type[Link], origin: str) -> None:
-    known = {field.name: field for field in fields(of)}
+    known = {field.name: field for field in fields(of) if field.name != "constants"}
     for key in values:
         if key not in known:
             raise ValueError(

@@ -25,7 +25,9 @@ class Software:
     overlaps_gradients: gradients are reduced while backward runs; overlaps_tensor: tensor-parallel messages hide
     behind products; overlaps_pipeline: messages between stages hide under interleaved schedules
     gradient_bytes: of an accumulated gradient; reduce_bytes: of a gradient in messages; state_bytes: fp32 master,
-    first and second moment; captured: launches cost nothing (CUDA graphs or a compiler's)
+    first and second moment; attention_kernel: speed of its fused attention over the best on Hopper and
+    later (FlashAttention-3's paper: its predecessor, written for Ampere, is 1.5 to 2 times slower there)
+    selective: share of a layer's forward that selective recompute repeats; captured: launches cost nothing (CUDA graphs or a compiler's)
     """
 
     name: str
@@ -38,6 +40,8 @@ class Software:
     gradient_bytes: int = 4
     reduce_bytes: int = 4
     state_bytes: int = 12
+    attention_kernel: float = 1.0
+    selective: float = 0.0
     captured: bool = False
 
 
@@ -47,9 +51,20 @@ MEGATRON_TE = Software(name="Megatron Core with Transformer Engine", overlaps_te
 MEGATRON_2021 = Software(name="Megatron-LM before 2023", overlaps_gradients=False, reduce_bytes=2)
 MEGATRON_DEEPSPEED = Software(name="Megatron-DeepSpeed", overlaps_gradients=False, reduce_bytes=2)
 DEEPSPEED = Software(name="DeepSpeed", gradient_bytes=2, reduce_bytes=2, state_bytes=16)
-FSDP = Software(name="FSDP", fused=False, weight_bytes=4, reduce_bytes=4, state_bytes=8)
+FSDP = Software(
+    name="FSDP", fused=False, weight_bytes=4, reduce_bytes=4, state_bytes=8, attention_kernel=0.6, selective=0.5
+)
 FSDP_BF16 = Software(name="FSDP in pure bf16", fused=False, reduce_bytes=2, gradient_bytes=2, state_bytes=4)
-FSDP_COMPILED = Software(name="FSDP, compiled", weight_bytes=4, reduce_bytes=4, state_bytes=8, captured=True)
+FSDP_COMPILED = Software(
+    name="FSDP, compiled",
+    weight_bytes=4,
+    reduce_bytes=4,
+    state_bytes=8,
+    attention_kernel=0.6,
+    selective=0.5,
+    captured=True,
+)
+JAX = Software(name="JAX", weight_bytes=4, reduce_bytes=4, state_bytes=8, captured=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from triaxis.launch.planner.layout import (
     FSDP,
     FSDP_BF16,
     FSDP_COMPILED,
+    JAX,
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_DEEPSPEED,
@@ -148,7 +149,9 @@ def _name(row: Mapping[str, str]) -> str:
     sizes = " ".join(
         f"{axis}{row[axis]}" for axis in ("dp", "tp", "pp", "cp", "ep") if row.get(axis, "") not in ("", "1")
     )
-    return f"{row['model']} {row['gpus']}×{row['gpu'].split('-')[0].split()[0]} {sizes} mbs{row['micro_batch']} {row.get('precision_class', '')}".strip()
+    gpu = re.split("[- ]", row["gpu"])[0]
+    precision = row.get("precision_class", "")
+    return f"{row['model']} {row['gpus']}×{gpu} {sizes} mbs{row['micro_batch']} {precision}".strip()
 
 
 def _integer(row: Mapping[str, str], column: str, otherwise: int) -> int:
@@ -220,7 +223,7 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
     stated = row.get("recompute", "")
     recompute = next((kind for kind in Recompute if stated.startswith(kind.value)), Recompute.NONE)
     sequence_parallel = row.get("sequence_parallel") or ("1" if modern else "0")
-    flash = row.get("flash_attn") or ("1" if row.get("date", "2024") >= "2023" else "0")
+    flash = row.get("flash_attn") or ("1" if row.get("date", "2024") >= "2024" else "0")
     return Layout(
         shape=shape,
         hardware=hardware,
@@ -250,7 +253,7 @@ def software_of(row: Mapping[str, str]) -> Software:
     if "megatron-deepspeed" in framework:
         return MEGATRON_DEEPSPEED
     if any(name in framework for name in ("jax", "pax")):
-        return FSDP_COMPILED
+        return JAX
     if any(name in framework for name in ("fsdp", "composer")):
         if "pure" in row.get("precision", "").lower():
             return FSDP_BF16
@@ -310,6 +313,8 @@ def _network(text: str, gpus_per_node: int) -> float | None:
     cards = re.search(r"(\d)\s*[x×]\s*(\d{2,3})\s*Gb", text)
     if cards:
         return float(cards[1]) * float(cards[2])
+    if re.search(r"\bA3\b", text):  # Google Cloud's A3 instances: 4 × 200 Gb/s
+        return 800.0
     if re.search(r"4 OmniPath links", text):
         return 400.0
     each = re.search(r"(\d{3,4}) ?Gb(?:/s|ps) per GPU", text)
