@@ -26,6 +26,16 @@ class DataParallel(StrEnum):
     FSDP = "fsdp"
 
 
+class SaveStrategy(StrEnum):
+    """When a run is saved. SIGNAL: only when a signal asks, which all but NO do."""
+
+    NO = "no"
+    SIGNAL = "signal"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    TIME = "time"
+
+
 class Decay(StrEnum):
     COSINE = "cosine"
     LINEAR = "linear"
@@ -90,6 +100,19 @@ class RunConfig:
     report_to: Literal["none", "tensorboard"] = "none"
     timeout_seconds: float = 300.0
 
+    save_strategy: Literal["no", "steps", "epoch", "time"] | None = None
+    save_steps: int | None = None
+    save_minutes: float | None = None
+    save_total_limit: int | None = None
+    save_best: bool = False
+    async_save: bool = False
+    on_save_error: Literal["continue", "stop"] = "continue"
+    resume: str | None = None
+
+    hang_timeout: float = 240.0
+    on_nan: Literal["stop", "skip"] = "stop"
+    elastic: bool = False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRun:
@@ -110,13 +133,18 @@ class ResolvedRun:
     total_steps: int | None
     epochs: float | None
     accumulate_dtype: Literal["fp32", "fp64", "bf16"]
+    save_strategy: SaveStrategy = SaveStrategy.NO
 
-    def steps_of(self, sequences_per_epoch: int) -> int:
-        """Optimizer steps of the run: as asked, or the epochs' whole global batches (at least one)."""
+    def steps_of(self, sequences_per_epoch: int, *, done: int = 0, consumed: int = 0) -> int:
+        """Optimizer steps of the run: as asked, or the epochs' whole global batches (at least one).
+
+        done, consumed: steps and sequences of the run before it was resumed, perhaps with another global batch
+        """
         if self.total_steps is not None:
             return self.total_steps
         assert self.epochs is not None, "resolve sets steps or epochs"
-        return max(1, math.floor(sequences_per_epoch * self.epochs / self.global_batch))
+        left = sequences_per_epoch * self.epochs - consumed
+        return max(1, done + math.floor(left / self.global_batch))
 
 
 def warmup_steps_of(config: RunConfig, total_steps: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class StepRow:
     mfu: part of the hardware's peak that the model's flops reach; None where the peak is not known
     sent_bytes: by axis, sent by this rank in this step
     eval_loss: of the model after this step; None where it was not evaluated
+    skipped_steps: updates left out so far because of numbers that were not finite; None where none may be
     """
 
     step: int
@@ -42,25 +44,33 @@ class StepRow:
     mfu: float | None = None
     clip_coefficient: float = 1.0
     eval_loss: float | None = None
+    skipped_steps: int | None = None
 
 
 class MetricsWriter:
     """Writes the rows of a run, each flushed at once, over those of an older run in that folder.
 
+    done: steps of this run before it was resumed; their rows stay, later ones are cut off, so that none comes twice
     On a rank that does not speak it does nothing.
     """
 
-    def __init__(self, directory: Path, *, speaks: bool = True, report_to: str = "none") -> None:
+    def __init__(
+        self, directory: Path, *, speaks: bool = True, report_to: str = "none", done: int = 0
+    ) -> None:
         self._file: TextIO | None = None
         self._tensorboard: SummaryWriter | None = None
         if not speaks:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / METRICS_NAME).open("w", encoding="utf-8")
+        if done:
+            cut_metrics(directory / METRICS_NAME, done)
+        self._file = (directory / METRICS_NAME).open("a" if done else "w", encoding="utf-8")
         if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
 
-            self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
+            self._tensorboard = SummaryWriter(
+                str(directory / "tensorboard"), purge_step=done + 1 if done else None
+            )
 
     def write(self, row: StepRow) -> None:
         """Writes one row. A number that is not finite is written as null, which every JSON reader takes."""
@@ -92,7 +102,7 @@ class MetricsWriter:
 
 
 def values_of(row: StepRow) -> dict[str, object]:
-    """The keys and values of a row; `eval_loss` is a key only where there was an evaluation."""
+    """The keys and values of a row; `eval_loss` and `skipped_steps` are keys only where they have a value."""
     values: dict[str, object] = {
         "step": row.step,
         "loss": _finite(row.loss),
@@ -107,7 +117,22 @@ def values_of(row: StepRow) -> dict[str, object]:
     }
     if row.eval_loss is not None:
         values["eval_loss"] = _finite(row.eval_loss)
+    if row.skipped_steps is not None:
+        values["skipped_steps"] = row.skipped_steps
     return values
+
+
+def cut_metrics(path: Path, done: int) -> None:
+    """Leaves the rows of the first `done` steps, in one rename; a missing file stays missing."""
+    if not path.exists():
+        return
+    kept = [row for row in read_metrics(path) if isinstance(row["step"], int) and row["step"] <= done]
+    draft = path.with_name(f".{path.name}.part")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:

@@ -16,11 +16,14 @@ from triaxis.engine.metrics import StepRow
 class Progress:
     """Shows every step on a terminal; elsewhere the first step, every `logging_steps`-th and the last.
 
-    On a rank that does not speak it shows nothing.
+    done: steps before the run was resumed. On a rank that does not speak it shows nothing.
     """
 
-    def __init__(self, total_steps: int, *, speaks: bool = True, logging_steps: int = 10) -> None:
+    def __init__(
+        self, total_steps: int, *, speaks: bool = True, logging_steps: int = 10, done: int = 0
+    ) -> None:
         self._speaks = speaks
+        self._done = done
         self._total_steps = total_steps
         self._logging_steps = logging_steps
         self._started_seconds = time.monotonic()
@@ -53,7 +56,7 @@ class Progress:
             if row.eval_loss is not None:
                 self.announce(f"step {row.step}: held-out loss {row.eval_loss:.4f}")
             return
-        due = row.step % self._logging_steps == 0 or row.step in (1, self._total_steps)
+        due = row.step % self._logging_steps == 0 or row.step in (self._done + 1, self._total_steps)
         if due or row.eval_loss is not None:
             left = f", {_duration(self._left_seconds(row.step))} left" if row.step < self._total_steps else ""
             self.announce(f"step {row.step}/{self._total_steps}: {_figures(row)}{left}")
@@ -64,7 +67,7 @@ class Progress:
 
     def _left_seconds(self, step: int) -> float:
         elapsed = time.monotonic() - self._started_seconds
-        return elapsed / max(1, step) * (self._total_steps - step)
+        return elapsed / max(1, step - self._done) * (self._total_steps - step)
 
     def __enter__(self) -> Progress:
         return self

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
+from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.legal_values import divisors, listed, nearest, nearest_divisors
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
@@ -15,6 +15,7 @@ from triaxis.parallel.topology import Topology, resolve_topology
 
 DEFAULT_MICROBATCH_SIZE = 4
 DEFAULT_STEPS = 100
+SAVE_FLAGS = {"save_steps": SaveStrategy.STEPS, "save_minutes": SaveStrategy.TIME}
 
 _POSITIVE = (
     *(
@@ -32,6 +33,7 @@ _POSITIVE = (
     ),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "bucket_elements"),
     *("logging_steps", "timeout_seconds", "adam_epsilon"),
+    *("save_steps", "save_minutes", "save_total_limit", "hang_timeout"),
 )
 _NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed")
 _FRACTIONS = ("warmup_ratio", "min_learning_rate_ratio", "adam_beta1", "adam_beta2")
@@ -52,6 +54,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None) -> Re
     virtual_stages = config.virtual_stages or (2 if config.schedule == ScheduleName.INTERLEAVED else 1)
     faults += _parallel_faults(config, virtual_stages)
     faults += _training_faults(config)
+    faults += _save_faults(config)
     size, count, total = _batch(config, None if topology is None else topology.dp, faults)
     data, data_faults = _data(config)
     faults += data_faults
@@ -75,7 +78,49 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None) -> Re
         total_steps=steps,
         epochs=config.num_train_epochs,
         accumulate_dtype=_accumulate_dtype(config),
+        save_strategy=_save_strategy(config),
     )
+
+
+def _save_strategy(config: RunConfig) -> SaveStrategy:
+    """As given, or as the flag that only one of them has; without any, a signal alone saves."""
+    if config.save_strategy is not None:
+        return SaveStrategy(config.save_strategy)
+    for name, strategy in SAVE_FLAGS.items():
+        if getattr(config, name) is not None:
+            return strategy
+    return SaveStrategy.SIGNAL
+
+
+def _save_faults(config: RunConfig) -> list[str]:
+    faults = []
+    strategy = _save_strategy(config)
+    for name, needed in SAVE_FLAGS.items():
+        if getattr(config, name) is not None and strategy != needed:
+            faults.append(
+                f"`{name}` must be left out with save_strategy {strategy}, but is {getattr(config, name)}; "
+                f"use --save_strategy {needed}"
+            )
+    if config.save_best and (config.eval_batches == 0 or config.eval_steps is None):
+        faults.append(
+            f"`save_best` needs evaluations on the way, but eval_steps is {config.eval_steps} and eval_batches is "
+            f"{config.eval_batches}; give --eval_steps"
+        )
+    if strategy == SaveStrategy.NO:
+        for name in ("save_total_limit", "save_best", "async_save"):
+            if getattr(config, name):
+                faults.append(
+                    f"`{name}` must be left out with save_strategy no, but is {getattr(config, name)}; "
+                    f"use --save_strategy steps"
+                )
+    if config.resume not in (None, "auto", "never") and not Path(config.resume).is_dir():
+        faults.append(
+            f"`resume` must be auto, never, or a folder that holds a checkpoint, but there is no folder "
+            f"{config.resume}; check the path"
+        )
+    if config.elastic and config.resume == "never":
+        faults.append("`elastic` must be left out with --resume never: there is nothing to adapt to")
+    return faults
 
 
 def _accumulate_dtype(config: RunConfig) -> Literal["fp32", "fp64", "bf16"]:

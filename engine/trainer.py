@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.config import (
     DataParallel,
     ResolvedRun,
     RunConfig,
+    SaveStrategy,
     learning_rate_at,
     run_directory,
     warmup_steps_of,
 )
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
-from triaxis.engine.metrics import MetricsWriter, StepRow
+from triaxis.engine.faults.restore import restore, stored_row
+from triaxis.engine.faults.saving import Counters, Saver
+from triaxis.engine.faults.supervision import Supervision, Watch, agree
+from triaxis.engine.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.optimizer import UpdateRule
 from triaxis.engine.peak import peak_flops, peak_memory_bytes
 from triaxis.engine.plot import plot_run
@@ -30,15 +38,21 @@ from triaxis.parallel.group import World
 from triaxis.parallel.mesh import Mesh, build_mesh
 from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS
 
+MOST_SKIPPED_IN_A_ROW = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run ended, the same on every rank. Losses: nats per trained token."""
+    """How a run ended, the same on every rank. Losses: nats per trained token.
+
+    signal: the one that asked the run to save and end before its last step; 0 if it is complete
+    """
 
     steps: int
     loss: float
     eval_loss: float | None
     directory: Path
+    signal: int = 0
 
 
 def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
@@ -63,6 +77,7 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
             betas=(config.adam_beta1, config.adam_beta2),
             epsilon=config.adam_epsilon,
         ),
+        skip_nonfinite=config.on_nan == "skip",
         seed=config.seed,
     )
 
@@ -120,95 +135,172 @@ class _Rates:
         return tokens_per_second, tokens_per_second * self._flops_per_token / self._peak_flops
 
 
-def train(config: RunConfig, resolved: ResolvedRun, world: World) -> Summary:
-    """Trains on this rank of the world, to the end. Collective."""
-    mesh = build_mesh(world, resolved.topology)
-    loader = open_loader(config, resolved, mesh, "train")
-    assert loader is not None, "only an evaluation split may be missing"
-    evaluation = open_loader(config, resolved, mesh, "eval")
-    step = TrainingStep(step_plan(config, resolved), mesh)
-    total_steps = resolved.steps_of(len(loader.source))
-    directory = run_directory(config)
-    speaks = world.rank == 0
-    sources = [loader.source.summary()] + ([evaluation.source.summary()] if evaluation is not None else [])
-    with (
-        MetricsWriter(directory, speaks=speaks, report_to=config.report_to) as metrics,
-        Progress(total_steps, speaks=speaks, logging_steps=config.logging_steps) as progress,
-    ):
-        progress.announce(_opening(config, resolved, total_steps, sources))
-        summary = _train(config, resolved, mesh, step, loader, evaluation, total_steps, metrics, progress)
-    if speaks:
-        picture = plot_run(directory)
-        progress.announce(
-            f"loss {summary.loss:.4f}"
-            + (
-                f", held-out loss {summary.eval_loss:.4f} nats per token"
-                if summary.eval_loss is not None
-                else ""
-            )
-            + f"\npicture: {picture}\nmetrics: {directory / 'metrics.jsonl'}"
-        )
-    return summary
-
-
-def _train(
-    config: RunConfig,
-    resolved: ResolvedRun,
-    mesh: Mesh,
-    step: TrainingStep,
-    loader: Loader,
-    evaluation: Loader | None,
-    total_steps: int,
-    metrics: MetricsWriter,
-    progress: Progress,
+def train(
+    config: RunConfig, resolved: ResolvedRun, world: World, supervision: Supervision | None = None
 ) -> Summary:
-    rates = _Rates(config, resolved, mesh.world, step.pipeline.dtype)
-    warmup_steps = warmup_steps_of(config, total_steps)
-    result: StepResult | None = None
-    eval_loss: float | None = None
-    tokens = 0
-    for number in range(total_steps):
+    """Trains on this rank of the world, to the end or to a signal. Collective.
+
+    `config.resume` "auto" or a checkpoint goes on from there; see `triaxis.engine.faults.resume.find_start`.
+    """
+    supervision = supervision or Supervision()
+    mesh = build_mesh(world, resolved.topology)
+    directory = run_directory(config)
+    with supervision.watch(directory, mesh, config.hang_timeout) as watch:
+        loader = open_loader(config, resolved, mesh, "train")
+        assert loader is not None, "only an evaluation split may be missing"
+        evaluation = open_loader(config, resolved, mesh, "eval")
+        training = TrainingStep(step_plan(config, resolved), mesh)
+        watch.watch_pipeline(training)
+        return _Run(config, resolved, training, loader, evaluation, supervision, watch).go()
+
+
+class _Run:
+    """One rank's run, from a fresh start or from a checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: ResolvedRun,
+        training: TrainingStep,
+        loader: Loader,
+        evaluation: Loader | None,
+        supervision: Supervision,
+        watch: Watch,
+    ) -> None:
+        self._config, self._resolved, self._training = config, resolved, training
+        self._loader, self._evaluation = loader, evaluation
+        self._interruption, self._watch = supervision.interruption, watch
+        self._mesh = training.mesh
+        self._speaks = self._mesh.world.rank == 0
+        self._directory = run_directory(config)
+
+    def go(self) -> Summary:
+        config, resolved = self._config, self._resolved
+        open_store = functools.cache(lambda: CheckpointStore(self._directory, self._training))
+        notes: list[str] = []
+        self._watch.at(0, "loading")
+        state = restore(config, resolved, self._training, self._loader, open_store, notes.append)
+        counters = Counters() if state is None else Counters.restored(state)
+        total_steps = resolved.steps_of(
+            len(self._loader.source), done=counters.step, consumed=counters.samples
+        )
+        sources = [loader.source.summary() for loader in (self._loader, self._evaluation) if loader]
+        with (
+            MetricsWriter(
+                self._directory, speaks=self._speaks, report_to=config.report_to, done=counters.step
+            ) as metrics,
+            Progress(
+                total_steps, speaks=self._speaks, logging_steps=config.logging_steps, done=counters.step
+            ) as progress,
+        ):
+            progress.announce("\n".join([_opening(config, resolved, total_steps, sources), *notes]))
+            saver = Saver(
+                config,
+                resolved,
+                self._training,
+                self._loader,
+                open_store,
+                row=None if state is None else stored_row(state),
+                watch=self._watch,
+                say=progress.announce,
+            )
+            summary = self._train(counters, total_steps, saver, metrics, progress)
+        if self._speaks:
+            progress.announce(_closing(summary, total_steps))
+        return summary
+
+    def _train(
+        self,
+        counters: Counters,
+        total_steps: int,
+        saver: Saver,
+        metrics: MetricsWriter,
+        progress: Progress,
+    ) -> Summary:
+        rates = _Rates(self._config, self._resolved, self._mesh.world, self._training.pipeline.dtype)
+        eval_loss: float | None = None
+        asked = 0
+        saves = self._resolved.save_strategy != SaveStrategy.NO
+        with self._interruption.looked_at() if saves else nullcontext():
+            while counters.step < total_steps and not asked:
+                row = self._step(counters, total_steps, rates)
+                eval_loss = row.eval_loss
+                metrics.write(row)
+                progress.update(row)
+                asked, time_due = agree(self._mesh, self._interruption.signal, int(saver.time_due()))
+                if saver.after_step(
+                    counters,
+                    eval_loss,
+                    time_due=bool(time_due),
+                    asked=asked > 0,
+                    last=counters.step == total_steps,
+                ):
+                    rates.of_step()
+            saver.finish()
+        return Summary(
+            steps=counters.step,
+            loss=counters.loss,
+            eval_loss=eval_loss,
+            directory=self._directory,
+            signal=asked if counters.step < total_steps else 0,
+        )
+
+    def _step(self, counters: Counters, total_steps: int, rates: _Rates) -> StepRow:
+        """Step `counters.step` (from 0), and the evaluation after it if one is due."""
+        config, mesh, number = self._config, self._mesh, counters.step
         learning_rate = learning_rate_at(
             number,
             total_steps=total_steps,
-            warmup_steps=warmup_steps,
+            warmup_steps=warmup_steps_of(config, total_steps),
             peak=config.learning_rate,
             minimum_ratio=config.min_learning_rate_ratio,
             decay=config.lr_scheduler_type,
         )
+        self._watch.at(number + 1, "training")
         mesh.clear_traffic()
-        result = step.train(loader.step_batches(number), learning_rate)
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            raise FloatingPointError(
-                f"step {number + 1}: loss {result.loss}, gradient norm {result.grad_norm}; "
-                "lower --learning_rate, lengthen --warmup_ratio, or check the data"
-            )
-        tokens += resolved.global_batch * config.seq
+        batches = self._loader.step_batches(number, first_sample=counters.samples)
+        result = self._training.train(batches, learning_rate)
+        _judge(result, counters, skips=config.on_nan == "skip")
+        counters.step += 1
+        counters.samples += self._resolved.global_batch
+        counters.tokens += self._resolved.global_batch * config.seq
+        counters.loss = result.loss
         tokens_per_second, mfu = rates.of_step()
         sent_bytes = mesh.sent_bytes()
-        if evaluation is not None and _evaluates(config, number + 1, total_steps):
-            batches = evaluation.eval_batches(config.eval_batches)
-            eval_loss, _ = step.evaluate(batches)
+        eval_loss: float | None = None
+        if self._evaluation is not None and _evaluates(config, number + 1, total_steps):
+            self._watch.at(number + 1, "evaluating")
+            eval_loss, _ = self._training.evaluate(self._evaluation.eval_batches(config.eval_batches))
             rates.of_step()
-        else:
-            eval_loss = None
-        row = StepRow(
+        return StepRow(
             step=number + 1,
             loss=result.loss,
             grad_norm=result.grad_norm,
             clip_coefficient=result.clip_coefficient,
             lr=learning_rate,
-            tokens=tokens,
+            tokens=counters.tokens,
             tokens_per_s=tokens_per_second,
             mfu=mfu,
             peak_mem_bytes=peak_memory_bytes(mesh.world.device),
             sent_bytes=sent_bytes,
             eval_loss=eval_loss,
+            skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
         )
-        metrics.write(row)
-        progress.update(row)
-    assert result is not None, "a run has at least one step"
-    return Summary(steps=total_steps, loss=result.loss, eval_loss=eval_loss, directory=run_directory(config))
+
+
+def _judge(result: StepResult, counters: Counters, *, skips: bool) -> None:
+    """Counts an update that was left out. Raises FloatingPointError, on all ranks, where the run must not go on."""
+    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        counters.skipped_in_a_row = 0
+        return
+    found = f"step {counters.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}"
+    way_out = "lower --learning_rate, lengthen --warmup_ratio, or check the data"
+    if not skips:
+        raise FloatingPointError(f"{found}; {way_out}, or use --on-nan skip")
+    counters.skipped_steps += 1
+    counters.skipped_in_a_row += 1
+    if counters.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+        raise FloatingPointError(f"{found}, for the {MOST_SKIPPED_IN_A_ROW}th time in a row; {way_out}")
 
 
 def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
@@ -230,3 +322,17 @@ def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources
             *sources,
         ]
     )
+
+
+def _closing(summary: Summary, total_steps: int) -> str:
+    """The last words; draws the picture."""
+    if summary.signal:
+        name = signal.Signals(summary.signal).name
+        return f"{name}: saved step {summary.steps} of {total_steps}; --resume auto goes on from there"
+    metrics = summary.directory / METRICS_NAME
+    if not metrics.stat().st_size:
+        return f"all {total_steps} steps were done before"
+    loss = f"loss {summary.loss:.4f}"
+    if summary.eval_loss is not None:
+        loss += f", held-out loss {summary.eval_loss:.4f} nats per token"
+    return f"{loss}\npicture: {plot_run(summary.directory)}\nmetrics: {metrics}"

@@ -7,7 +7,11 @@ import os
 from pathlib import Path
 from typing import TextIO
 
+from triaxis.engine.faults.presence import clear_presence
+
 LOCK_NAME = ".lock"
+REQUEUE_NAME = "requeue"
+"""There if the last run in the folder saved itself on a signal, for job scripts: torchrun hides the exit code."""
 
 
 def claim_directory(directory: Path) -> TextIO:
@@ -38,4 +42,6 @@ def claim_directory(directory: Path) -> TextIO:
     lock.flush()
     for left in directory.glob(".failure-*"):
         left.unlink(missing_ok=True)
+    (directory / REQUEUE_NAME).unlink(missing_ok=True)
+    clear_presence(directory)
     return lock

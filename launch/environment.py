@@ -15,7 +15,10 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """This process among those of the run. run_id: the same on all ranks, another for each start."""
+    """This process among those of the run.
+
+    run_id: the same on all ranks, another for each start; restarts: how often the launcher has started it again
+    """
 
     rank: int = 0
     size: int = 1
@@ -23,6 +26,7 @@ class Launch:
     local_size: int = 1
     launched: bool = False
     run_id: str = "alone"
+    restarts: int = 0
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
@@ -58,6 +62,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         local_size=local_size,
         launched=True,
         run_id="-".join("".join(c for c in part if c.isalnum()) for part in parts if part),
+        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT") if parts[2] else 0,
     )
 
 

@@ -81,6 +81,25 @@ GROUPS: dict[str, dict[str, str]] = {
         "report_to": "Where else the metrics go.",
         "timeout_seconds": "How long a rank waits for another.",
     },
+    "checkpoints": {
+        "save_strategy": "When to save: by steps, epochs or time, and at the end. Left out, --save_steps or "
+        "--save_minutes decides; without either, only SIGTERM and SIGUSR1 save.",
+        "save_steps": "Steps between checkpoints; 500 with --save_strategy steps.",
+        "save_minutes": "Minutes between checkpoints; 30 with --save_strategy time.",
+        "save_total_limit": "Checkpoints that are kept, beside the best; by default all.",
+        "save_best": "Save, and keep, whenever an evaluation is the best so far.",
+        "async_save": "Write while training goes on; the step waits for a copy only.",
+        "on_save_error": "What a save that fails (a full disk) does. Earlier checkpoints stay.",
+        "resume": "auto: go on from the newest checkpoint in --output-dir, if there is one. never: start anew. "
+        "Or a checkpoint, or a folder of them. Left out: auto after a restart by torchrun, else never.",
+    },
+    "faults": {
+        "hang_timeout": "Seconds without progress after which every rank's position is written to OUT/hang and the "
+        "run ends; more than the longest pause between communications.",
+        "on_nan": "What a loss or gradient norm that is not finite does: end the run, or skip the update (ten in a "
+        "row end the run).",
+        "elastic": "Keep the checkpoint's global batch with another number of ranks: dp and microbatches follow.",
+    },
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 
-from triaxis.engine.config import ConfigError, RunConfig, resolve, run_directory
+from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, resolve, run_directory
+from triaxis.engine.faults.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
 from triaxis.launch.environment import Launch, LaunchError, read_launch
 from triaxis.launch.flags import parse_flags
@@ -18,12 +20,16 @@ EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses, checks, trains. Returns the exit code: 0, 2 for a run that is refused, 1 for one that failed."""
+    """Parses, checks, trains.
+
+    Returns the exit code: 0; 1 for a run that failed; 2 for one that is refused; 75 for one that saved itself on a
+    signal and wants to be started again; 130 for one that was interrupted.
+    """
     warnings.filterwarnings("ignore", module="megatron")  # kernels that are not needed to read its files
     config = parse_flags(sys.argv[1:] if arguments is None else list(arguments), _speaks(os.environ))
     try:
         launch = read_launch(os.environ)
-        resolved = resolve(config, _world_size(config, launch))
+        config, resolved = _settle(config, launch)
         if config.simulate and launch.size > 1:
             raise ConfigError(
                 (
@@ -42,6 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.simulate:
             return run_simulated(config, resolved)
         return run_processes(config, resolved, launch)
+
+
+def _settle(config: RunConfig, launch: Launch) -> tuple[RunConfig, ResolvedRun]:
+    """What runs, and from where: as given, or as the checkpoint that it goes on from asks. Raises ValueError."""
+    if config.elastic and config.resume is None:
+        config = dataclasses.replace(config, resume="auto")
+    world_size = _world_size(config, launch)
+    start = None
+    if config.resume in (None, "auto", "never") or os.path.isdir(config.resume):  # else `resolve` refuses it
+        start = find_start(config, restarted=launch.restarts > 0)
+        config = start.config
+        if config.elastic and start.state is not None:
+            config = adapt(config, start.state, world_size)
+    resolved = resolve(config, world_size)
+    if start is not None and start.state is not None:
+        check_same_run(start.state, config, resolved)
+    return config, resolved
 
 
 def _refuse(error: ValueError) -> int:

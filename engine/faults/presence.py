@@ -1,0 +1,71 @@
+"""Which ranks of a run still live: each holds a lock on a file of its own, which only its death releases. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = ".alive-"
+
+
+class Presence:
+    """This rank's sign of life in `directory/.alive-<run>`, and a look at those of others.
+
+    Locks tell the truth on one machine only, so that a rank elsewhere is never called dead.
+    """
+
+    def __init__(self, directory: Path, run: str, rank: int, size: int) -> None:
+        self.folder = directory / f"{PREFIX}{run}"
+        self.rank, self.size = rank, size
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.folder / f".rank-{rank}"
+        self._file = draft.open("w", encoding="utf-8")
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._file.write(socket.gethostname())
+        self._file.flush()
+        self._path = self.folder / f"rank-{rank}"
+        draft.replace(self._path)  # locked before anyone can see it
+
+    def neighbour_died(self) -> bool:
+        """Whether the next rank is gone; every rank watching one is enough, and is cheap with thousands."""
+        return self.size > 1 and is_dead(self.folder, (self.rank + 1) % self.size)
+
+    def close(self) -> None:
+        """Leaves in peace."""
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+        with suppress(OSError):  # the last one to leave takes the folder away
+            self.folder.rmdir()
+
+
+def is_dead(folder: Path, rank: int) -> bool:
+    """Whether the rank showed itself on this machine and ended without leaving."""
+    try:
+        with (folder / f"rank-{rank}").open(encoding="utf-8") as file:
+            if file.read() != socket.gethostname():
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return os.fstat(file.fileno()).st_nlink > 0  # else it left in peace just now
+    except OSError:  # it never came, has left in peace, or holds its lock
+        return False
+
+
+def dead_ranks(directory: Path, run: str, size: int) -> list[int]:
+    """All ranks that are gone without leaving, as far as this machine can tell."""
+    folder = directory / f"{PREFIX}{run}"
+    return [rank for rank in range(size) if is_dead(folder, rank)]
+
+
+def clear_presence(directory: Path) -> None:
+    """Removes what earlier runs left; for the one process that holds the directory, before the ranks meet."""
+    for left in directory.glob(f"{PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def machine() -> str:
+    """This process as a person finds it: `process 1234 on node7`."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
