@@ -93,7 +93,9 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "dtype", "rule", "model"), EXACT, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "rule", "model"), EXACT, ids=lambda part: getattr(part, "name", str(part))
+)
 def test_a_resumed_run_is_bit_identical(
     layout: Layout, dtype: str, rule: str, model: ModelConfig, tmp_path: Path
 ) -> None:
@@ -172,9 +174,9 @@ def test_any_topology_reads_any_others(saved: Layout, resumed: Layout, tied: boo
 
     def save(world: World) -> tuple[list[tuple[object, Tensor]], list[StepResult]]:
         step = open_step(world, saved, model, rule, dtype)
-        train(step, saved, range(2))
-        CheckpointStore(tmp_path, step).save(state_at(2))
-        return gathered(step), train(step, saved, range(2, 5))
+        train(step, saved, range(1))
+        CheckpointStore(tmp_path, step).save(state_at(1))
+        return gathered(step), train(step, saved, range(1, 3))
 
     def resume(world: World) -> tuple[list[tuple[object, Tensor]], list[StepResult]]:
         step = open_step(world, resumed, model, rule, dtype)
@@ -182,8 +184,8 @@ def test_any_topology_reads_any_others(saved: Layout, resumed: Layout, tied: boo
         path = store.latest()
         assert path is not None
         store.load(path)
-        assert step.optimizer.steps == 2
-        return gathered(step), train(step, resumed, range(2, 5))
+        assert step.optimizer.steps == 1
+        return gathered(step), train(step, resumed, range(1, 3))
 
     at_save, at_load = run_threads(saved.size, save), run_threads(resumed.size, resume)
     expected, found = (whole_states([rank[0] for rank in ranks]) for ranks in (at_save, at_load))

@@ -47,6 +47,19 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return _complete_in(directory / FOLDER)
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The complete checkpoints that a path means: one, or all of a run's folder or its `checkpoints`, newest last."""
+    if (path / MANIFEST).is_file():
+        return [path]
+    return _complete_in(path / FOLDER if (path / FOLDER).is_dir() else path)
+
+
+def leftovers_at(path: Path) -> list[Path]:
+    """What dead saves left in a run's folder, or in its `checkpoints`."""
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    return sorted(folder.glob(f"{TEMPORARY}*"))
+
+
 def previous_checkpoint(path: Path) -> Path | None:
     """The complete checkpoint before this one in the same folder."""
     age = _age(path)

@@ -111,7 +111,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """A checkpoint's manifest. Raises CheckpointError if it is missing, damaged or of another format."""
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
+        text = (path / MANIFEST).read_bytes()
     except OSError as error:
         raise damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from error
     try:
