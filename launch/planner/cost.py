@@ -7,7 +7,6 @@ stages and exact schedules ask the simulation; this is the filter before it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,8 +90,11 @@ def step_time(layout: Layout) -> StepTime:
     share = shape.expert_layers / shape.layers
     layer = dense.times(1 - share) + routed.times(share)
     head = _head(layout)
-    per_stage = _layers_of_longest_stage(layout, layer.total, head.total)
-    tail = head if stages == 1 or per_stage == shape.layers / stages else head.times(0)
+    counts = layout.stage_layers()
+    per_stage, tail = max(
+        ((count, head if rank == stages - 1 else _Passes()) for rank, count in enumerate(counts)),
+        key=lambda stage: stage[0] * layer.total + stage[1].total,
+    )
     longest = layer.times(per_stage) + tail
     mean = layer.times(shape.layers / stages) + head.times(1 / stages)
     tensor = _tensor(layout) * per_stage
@@ -116,14 +118,6 @@ def step_time(layout: Layout) -> StepTime:
         tokens=layout.global_batch * layout.sequence,
         gpus=layout.gpus,
     )
-
-
-def _layers_of_longest_stage(layout: Layout, layer: float, head: float) -> float:
-    """Equal counts where they divide; else layers, embedding and head are cut to balance the stages."""
-    layers, stages = layout.shape.layers, layout.pp
-    if layers % stages == 0:
-        return layers / stages
-    return math.ceil(layers / stages)
 
 
 def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count: float = 1.0) -> float:

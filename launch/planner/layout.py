@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.shapes import Shape
+from triaxis.parallel.partition import partition_layers
 
 
 class Recompute(StrEnum):
@@ -27,7 +29,13 @@ class Software:
     gradient_bytes: of an accumulated gradient; reduce_bytes: of a gradient in messages; state_bytes: fp32 master,
     first and second moment; attention_kernel: speed of its fused attention over the best on Hopper and
     later (FlashAttention-3's paper: its predecessor, written for Ampere, is 1.5 to 2 times slower there)
-    selective: share of a layer's forward that selective recompute repeats; captured: launches cost nothing (CUDA graphs or a compiler's)
+    selective: share of a layer's forward that selective recompute repeats, selective_kept: share of its activations
+    that it keeps; eager: norms and activations keep the intermediates that unfused kernels keep
+    logit_bytes: for each logit at the loss's peak; 0: logits come in chunks of `LOGIT_CHUNK`
+    spare_gradients: bytes for each weight of one layer and the head that gradients pass through
+    captured: launches cost nothing (CUDA graphs or a compiler's)
+    fragmented: of what tensors take, held by the allocator besides; context_bytes: of the device's context,
+    libraries and fixed buckets
     """
 
     name: str
@@ -42,29 +50,68 @@ class Software:
     state_bytes: int = 12
     attention_kernel: float = 1.0
     selective: float = 0.0
+    selective_kept: float = 1.0
+    eager: bool = False
+    logit_bytes: float = 2.0
+    spare_gradients: float = 0.0
     captured: bool = False
+    fragmented: float = 0.05
+    context_bytes: float = 1e9
 
 
-TRIAXIS = Software(name="triaxis", order=("tp", "cp", "pp", "dp"))
-MEGATRON = Software(name="Megatron-LM")
-MEGATRON_TE = Software(name="Megatron Core with Transformer Engine", overlaps_tensor=True)
-MEGATRON_2021 = Software(name="Megatron-LM before 2023", overlaps_gradients=False, reduce_bytes=2)
-MEGATRON_DEEPSPEED = Software(name="Megatron-DeepSpeed", overlaps_gradients=False, reduce_bytes=2)
-DEEPSPEED = Software(name="DeepSpeed", gradient_bytes=2, reduce_bytes=2, state_bytes=16)
-FSDP = Software(
-    name="FSDP", fused=False, weight_bytes=4, reduce_bytes=4, state_bytes=8, attention_kernel=0.6, selective=0.5
+LOGIT_CHUNK = 1 << 22
+TRIAXIS = Software(name="triaxis", order=("tp", "cp", "pp", "dp"), logit_bytes=0.0)
+MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
+MEGATRON_TE = Software(
+    name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0
 )
-FSDP_BF16 = Software(name="FSDP in pure bf16", fused=False, reduce_bytes=2, gradient_bytes=2, state_bytes=4)
-FSDP_COMPILED = Software(
-    name="FSDP, compiled",
+NEMO = replace(MEGATRON_TE, name="NeMo and Megatron Bridge", gradient_bytes=2, reduce_bytes=2)
+MEGATRON_OFFLOAD = Software(
+    name="Megatron with activations on the host",
+    overlaps_tensor=True,
+    selective=0.02,
+    selective_kept=0.68,
+)
+MEGATRON_2021 = Software(
+    name="Megatron-LM before 2023",
+    overlaps_gradients=False,
+    reduce_bytes=2,
+    logit_bytes=6.0,
+    attention_kernel=0.6,
+)
+MEGATRON_DEEPSPEED = Software(
+    name="Megatron-DeepSpeed",
+    overlaps_gradients=False,
+    reduce_bytes=2,
+    gradient_bytes=2,
+    logit_bytes=10.0,
+    fragmented=0.13,  # no expandable segments yet
+    context_bytes=7e9,  # with buckets of 5e8 elements for reducing and for gathering
+)
+MEGATRON_DEEPSPEED_BF16 = replace(
+    MEGATRON_DEEPSPEED, name="Megatron-DeepSpeed with its bf16 optimizer", gradient_bytes=6
+)
+DEEPSPEED = Software(name="DeepSpeed", gradient_bytes=2, reduce_bytes=2, logit_bytes=10.0)
+FSDP = Software(
+    name="FSDP",
+    fused=False,
     weight_bytes=4,
-    reduce_bytes=4,
     state_bytes=8,
     attention_kernel=0.6,
     selective=0.5,
-    captured=True,
+    selective_kept=0.36,
+    eager=True,
+    logit_bytes=14.0,
 )
-JAX = Software(name="JAX", weight_bytes=4, reduce_bytes=4, state_bytes=8, captured=True)
+FSDP_BF16 = replace(
+    FSDP, name="FSDP in pure bf16", weight_bytes=2, reduce_bytes=2, gradient_bytes=2, state_bytes=4
+)
+FSDP_COMPILED = replace(
+    FSDP, name="FSDP, compiled", fused=True, eager=False, captured=True, selective_kept=0.45
+)
+JAX = replace(
+    FSDP_COMPILED, name="JAX", attention_kernel=1.0, selective=0.0, selective_kept=0.4, logit_bytes=6.0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +120,11 @@ class Layout:
 
     dp × tp × pp × cp accelerators; ep ranks hold a layer's experts, out of dp × cp × tp
     zero: 0 to 3; shard_ranks: over how many of dp × cp it shards (None: all of them)
-    microbatch, global_batch: sequences of `sequence` tokens; virtual_stages: chunks of layers per pipeline rank
+    microbatch, global_batch: sequences of `sequence` tokens; schedule: "gpipe", "1f1b" or "interleaved", and
+    virtual_stages, its chunks of layers per pipeline rank
     dtype: of the products, a key of the hardware's peaks; trains_weights: False if only adapters are trained
+    offloaded: share of the activations that waits in the host's memory
+    states_on_host: weights, gradients and optimizer states are there, a unit at a time on the accelerator
     """
 
     shape: Shape
@@ -89,12 +139,15 @@ class Layout:
     ep: int = 1
     zero: int = 1
     shard_ranks: int | None = None
+    schedule: str = "1f1b"
     virtual_stages: int = 1
     recompute: Recompute = Recompute.NONE
     sequence_parallel: bool = True
     flash_attention: bool = True
     dtype: str = "bf16"
     trains_weights: bool = True
+    offloaded: float = 0.0
+    states_on_host: bool = False
     software: Software = TRIAXIS
 
     @property
@@ -127,6 +180,17 @@ class Layout:
         """Ranks over which gradients of one expert are summed."""
         return max(self.dp * self.cp * self.tp // self.ep, 1)
 
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each pipeline rank, its chunks together; ValueError if there are fewer layers than parts."""
+        parts = self.pp * self.virtual_stages
+        layers, shape = self.shape.layers, self.shape
+        if layers % parts == 0 and self.software is not TRIAXIS:
+            return (layers // self.pp,) * self.pp
+        head = shape.embedding_parameters() / max(shape.dense_parameters(routed=False), 1)
+        first, last = (1.0, 1.0) if self.software is not TRIAXIS else (0.0, head)
+        counts = _cut(layers, min(parts, layers), first, last)
+        return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
+
     def group(self, axis: str, size: int | None = None) -> range:
         """The ranks of rank 0's group on `axis`, or the first `size` of it ("ep": neighbours; "dp": with cp)."""
         if axis == "ep":
@@ -139,3 +203,8 @@ class Layout:
             stride *= sizes[before]
         count = size or (self.replicas if axis == "dp" else sizes[axis])
         return range(0, count * stride, stride)
+
+
+@lru_cache(maxsize=4096)
+def _cut(layers: int, parts: int, first: float, last: float) -> tuple[int, ...]:
+    return tuple(len(part) for part in partition_layers(layers, parts, first_extra=first, last_extra=last))

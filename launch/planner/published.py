@@ -10,6 +10,7 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -22,11 +23,15 @@ from triaxis.launch.planner.layout import (
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_DEEPSPEED,
+    MEGATRON_DEEPSPEED_BF16,
+    MEGATRON_OFFLOAD,
     MEGATRON_TE,
+    NEMO,
     Layout,
     Recompute,
     Software,
 )
+from triaxis.launch.planner.memory import memory
 from triaxis.launch.planner.shapes import Latent, Shape
 
 REACHED: Final = 0.94  # of a network card's line rate
@@ -85,6 +90,14 @@ REQUIRED: Final = (
 )
 
 
+class Reading(StrEnum):
+    """What a published memory figure counts: tensors, what the allocator holds, or all that the device has given."""
+
+    ALLOCATED = "allocated"
+    RESERVED = "reserved"
+    DEVICE = "device"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One published run. measured_*: None where not published; memory in bytes; complete: enough was published."""
@@ -94,6 +107,7 @@ class Run:
     layout: Layout
     measured_tokens_per_s_per_gpu: float | None
     measured_memory_bytes: float | None
+    memory_reading: Reading
     complete_throughput: bool
     complete_memory: bool
     dense: bool
@@ -138,6 +152,7 @@ def run_of(row: Mapping[str, str]) -> Run:
         layout=layout,
         measured_tokens_per_s_per_gpu=_throughput(row, layout),
         measured_memory_bytes=_memory(row),
+        memory_reading=_reading(row),
         complete_throughput=row.get("complete_throughput", "1") == "1",
         complete_memory=row.get("complete_memory", "1") == "1",
         dense=row.get("is_moe") != "1",
@@ -214,17 +229,17 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         raise ValueError(f"`gpus` must be a multiple of tp × pp × cp = {tp * pp * cp}, but is {gpus}")
     software = software_of(row)
     zero, shard_ranks = _zero(row, software)
-    modern = software in (MEGATRON, MEGATRON_TE)
+    modern = software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO)
     precision = row.get("precision_class") or "fp16/bf16"
     hardware = hardware_of(row)
     dtype = {"fp8": "fp8", "fp4": "fp4"}.get(precision, "bf16")
     if dtype not in hardware.peak_flops:
         dtype = "fp8" if dtype == "fp4" and "fp8" in hardware.peak_flops else "fp16"
     stated = row.get("recompute", "")
-    recompute = next((kind for kind in Recompute if stated.startswith(kind.value)), Recompute.NONE)
+    recompute = next((kind for kind in Recompute if stated.startswith(kind.value)), None)
     sequence_parallel = row.get("sequence_parallel") or ("1" if modern else "0")
     flash = row.get("flash_attn") or ("1" if row.get("date", "2024") >= "2024" else "0")
-    return Layout(
+    layout = Layout(
         shape=shape,
         hardware=hardware,
         dp=dp,
@@ -238,32 +253,54 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         global_batch=_integer(row, "global_batch", 1),
         sequence=_integer(row, "seq_len", 0),
         virtual_stages=max(_integer(row, "vp", 1), 1),
-        recompute=recompute,
+        recompute=recompute or Recompute.NONE,
         sequence_parallel=sequence_parallel == "1" and tp > 1,
         flash_attention=flash == "1",
         dtype=dtype,
         trains_weights="lora" not in row.get("workload", "").lower() and "lora" not in row["model"].lower(),
+        offloaded=_offloaded(row.get("notes", "")),
+        states_on_host="cpu offload" in row.get("zero_fsdp", "").lower(),
         software=software,
     )
+    return layout if recompute else _least_recompute(layout)
+
+
+def _least_recompute(layout: Layout) -> Layout:
+    """Where a row does not say what is recomputed: the least with which its tensors come near to fitting.
+
+    Near: within twice the memory. Below that engines recompute single modules, which costs little.
+    """
+    for kind in Recompute:
+        layout = replace(layout, recompute=kind)
+        if memory(layout).allocated <= 2 * layout.hardware.memory_bytes:
+            break
+    return layout
+
+
+def _offloaded(text: str) -> float:
+    """Share of the activations that the text says wait on the host."""
+    share = re.search(r"offload (?:ratio )?alpha=([\d.]+\d)", text)
+    return float(share[1]) if share else 0.0
 
 
 def software_of(row: Mapping[str, str]) -> Software:
     """What the row's framework does, by its name and year."""
     framework, text = row.get("framework", "").lower(), row.get("notes", "").lower()
     if "megatron-deepspeed" in framework:
-        return MEGATRON_DEEPSPEED
+        return MEGATRON_DEEPSPEED_BF16 if "bf16" in row.get("precision", "") else MEGATRON_DEEPSPEED
     if any(name in framework for name in ("jax", "pax")):
         return JAX
     if any(name in framework for name in ("fsdp", "composer")):
         if "pure" in row.get("precision", "").lower():
             return FSDP_BF16
         return FSDP_COMPILED if "compile" in framework + text else FSDP
+    if "kwai" in framework:
+        return MEGATRON_OFFLOAD
     if "megatron-lm" in framework and row.get("date", "") < "2023":
         return MEGATRON_2021
-    if any(
-        name in framework
-        for name in ("nemo /", "megatron-core", "megatron-bridge", "+ te", "primus", "kwai", "modelzoo")
-    ):
+    if any(name in framework for name in ("nemo /", "megatron-bridge")):
+        return NEMO
+    if any(name in framework for name in ("megatron-core", "+ te", "primus")):
         return MEGATRON_TE
     return MEGATRON
 
@@ -285,7 +322,7 @@ def _zero(row: Mapping[str, str], software: Software) -> tuple[int, int | None]:
         return 1, None
     if text.startswith("none"):
         return 0, None
-    return (1, None) if software in (MEGATRON, MEGATRON_TE) else (0, None)
+    return (1, None) if software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO) else (0, None)
 
 
 def hardware_of(row: Mapping[str, str]) -> Hardware:
@@ -354,3 +391,10 @@ def _memory(row: Mapping[str, str]) -> float | None:
     unit = row.get("mem_unit", "")
     binary = "GiB" in unit or "nvidia-smi" in unit
     return value * (2**30 if binary else 1e9)
+
+
+def _reading(row: Mapping[str, str]) -> Reading:
+    unit = row.get("mem_unit", "").lower()
+    if "nvidia-smi" in unit or "node" in unit:
+        return Reading.DEVICE
+    return Reading.RESERVED if "max reserved" in unit else Reading.ALLOCATED

@@ -1,0 +1,244 @@
+"""The memory of the fullest rank in closed form, by category, as this engine or another holds it. No torch.
+
+Model states follow planning formula C.2 and the software's own accounts (layout.Software); activations are what the
+layers keep for backward, part by part (C.3), times what the schedule holds at once (C.4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+from triaxis.launch.planner.layout import LOGIT_CHUNK, TRIAXIS, Layout, Recompute
+
+ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
+COMMUNICATOR_BYTES: Final = 0.4e9  # of each kind of communicator that a rank has
+BUCKET_ELEMENTS: Final = 1 << 25  # as parallel/zero.py fills them
+BUCKETS_UNDER_WAY: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at its peak, by category.
+
+    buffers: gathered parameters, gradients under way, messages; temporaries: of the layer in backward
+    fragments: what the allocator holds besides; context: the device's context and communicators
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    temporaries: float
+    fragments: float
+    context: float
+    stage: int
+
+    @property
+    def model_states(self) -> float:
+        """Parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors: what torch.cuda.max_memory_allocated shows."""
+        return self.model_states + self.activations + self.logits + self.buffers + self.temporaries
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that the allocator takes from the device for them."""
+        return self.allocated + self.fragments
+
+    @property
+    def total(self) -> float:
+        """Bytes of the device: what must fit."""
+        return self.reserved + self.context
+
+    def by_category(self) -> dict[str, float]:
+        """Every category and its bytes."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stage"}
+
+
+def memory(layout: Layout) -> Memory:
+    """The memory of the fullest pipeline stage's ranks."""
+    counts = layout.stage_layers()
+    candidates = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    return max((stage_memory(layout, stage, counts[stage]) for stage in candidates), key=lambda it: it.total)
+
+
+def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
+    """The memory of a rank of pipeline stage `stage`, which holds `layers` layers."""
+    shape, software = layout.shape, layout.software
+    element = ELEMENT_BYTES[layout.dtype]
+    routed = _routed(layout, stage, layers)
+    last = stage == layout.pp - 1
+    ends = int(stage == 0) + int(last)
+    if shape.tied and layout.pp == 1:
+        ends = 1
+    plain_layer = shape.dense_parameters(routed=False) / layout.tp
+    routed_layer = shape.dense_parameters(routed=True) / layout.tp
+    expert_layer = shape.expert_parameters() / layout.ep
+    dense_layer = routed_layer if routed else plain_layer
+    dense = (layers - routed) * plain_layer + routed * routed_layer
+    dense += ends * shape.embedding_parameters() / layout.tp
+    if stage == 0:
+        dense += shape.bound_rows * shape.hidden
+    expert = routed * expert_layer
+    states = _states(layout, dense, expert)
+    kept = layer_activations(layout, routed / layers)
+    inputs = element * layout.tokens * shape.hidden / _outer(layout)
+    held = inputs if layout.recompute == Recompute.FULL else kept
+    if layout.recompute == Recompute.SELECTIVE and layout.flash_attention:
+        held = max(kept * software.selective_kept, inputs)
+    working = _layer_temporaries(layout) + (kept if layout.recompute == Recompute.FULL else 0.0)
+    in_flight = layers_in_flight(layout, stage, layers)
+    activations = in_flight * held * (1 - layout.offloaded)
+    if layout.offloaded:  # a chunk on its way out, one in use and one on its way in
+        activations += min(in_flight, 3 * layers / layout.virtual_stages) * held * layout.offloaded
+    spare = software.spare_gradients * dense_layer
+    logits = _logits(layout) if last else 0.0
+    head_spare = software.spare_gradients * shape.embedding_parameters() / layout.tp if last else 0.0
+    buffers = _buffers(layout, dense_layer, expert_layer if routed else 0.0)
+    temporaries = spare + (max(working - logits, head_spare) if last else working)
+    allocated = sum(states) + activations + logits + buffers + temporaries
+    return Memory(
+        parameters=states[0],
+        gradients=states[1],
+        optimizer=states[2],
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        temporaries=temporaries,
+        fragments=software.fragmented * allocated,
+        context=software.context_bytes
+        + COMMUNICATOR_BYTES * sum(size > 1 for size in (layout.tp, layout.pp, layout.replicas, layout.ep)),
+        stage=stage,
+    )
+
+
+def _outer(layout: Layout) -> int:
+    """Over how many ranks tokens are cut between tensor-parallel parts."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def _routed(layout: Layout, stage: int, layers: int) -> int:
+    """How many of a stage's layers have experts: all but the model's first few."""
+    shape = layout.shape
+    if not shape.experts:
+        return 0
+    if layout.virtual_stages > 1:  # the first few are in the first chunks of the first ranks
+        first = layers // layout.virtual_stages
+        plain = max(0, min(first, shape.dense_layers - stage * first))
+    else:
+        plain = max(0, min(layers, shape.dense_layers - stage * layers))
+    return layers - plain
+
+
+def _states(layout: Layout, dense: float, expert: float) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer states."""
+    software, zero = layout.software, layout.zero
+    weight, gradient, state = software.weight_bytes, software.gradient_bytes, software.state_bytes
+    if layout.states_on_host:
+        return 0.0, 0.0, 0.0
+    if layout.dtype in ("fp32", "fp64"):  # the weights are their own master copy
+        weight = gradient = ELEMENT_BYTES[layout.dtype]
+        state = 2 * weight
+    if not layout.trains_weights:
+        return weight * (dense + expert) / (layout.shards if zero == 3 else 1), 0.0, 0.0
+    total = [0.0, 0.0, 0.0]
+    for held, shards in ((dense, layout.shards), (expert, min(layout.shards, layout.expert_replicas))):
+        total[0] += weight * held / (shards if zero >= 3 else 1)
+        total[1] += gradient * held / (shards if zero >= 2 else 1)
+        total[2] += state * held / (shards if zero >= 1 else 1)
+    return total[0], total[1], total[2]
+
+
+def layers_in_flight(layout: Layout, stage: int, layers: int) -> float:
+    """Layers × microbatches whose activations a rank of `stage` holds at its peak."""
+    count, stages, chunks = layout.microbatches, layout.pp, layout.virtual_stages
+    if layout.schedule == "gpipe":
+        return layers * count
+    if chunks == 1:
+        return layers * min(count, stages - stage)
+    return layers / chunks * min(count * chunks, (chunks - 1) * stages + 2 * (stages - stage - 1) + 1)
+
+
+def layer_activations(layout: Layout, share: float = 0.0) -> float:
+    """Bytes that a layer keeps for backward of one microbatch on one rank, without recompute.
+
+    share: of the layers, those with experts; the result is their mean
+    """
+    plain = _kept(layout, routed=False) if share < 1 else 0.0
+    return (1 - share) * plain + (share * _kept(layout, routed=True) if share else 0.0)
+
+
+def _kept(layout: Layout, *, routed: bool) -> float:
+    shape, tensor, outer = layout.shape, layout.tp, _outer(layout)
+    element = ELEMENT_BYTES[layout.dtype]
+    eager = layout.software.eager
+    scores, values = shape.attention_sizes
+    heads, kv_heads = shape.heads / tensor, max(shape.kv_heads / tensor, 1.0)
+    product = (
+        1 if layout.dtype in ("fp8", "fp4") else element
+    )  # inputs of products are kept as these take them
+    norms = (12 + 4) * element / 2 if eager else 2 * element + 2 * product  # inputs and outputs of both
+    per_token = norms * shape.hidden / outer
+    if shape.latent is None:
+        per_token += element * (heads * scores + kv_heads * (scores + values))
+    else:
+        low = shape.latent
+        per_token += element * heads * (2 * scores + values) + 2 * element * (low.q_rank + low.kv_rank)
+    per_token += element * heads * values * (2 if eager else 1)
+    if layout.flash_attention:
+        per_token += 4 * heads
+    else:  # two dropout masks of the hidden state; scores after softmax and dropout, and their mask
+        per_token += 2 * shape.hidden / outer
+        if layout.recompute != Recompute.SELECTIVE:
+            per_token += (2 * element + 1) * heads * layout.sequence
+    if routed:
+        extra = 4 * shape.hidden + 2 * shape.chosen * element * shape.hidden
+        experts = (2 if not shape.gated else 3) * element * shape.chosen * shape.expert_ffn
+        shared = shape.mlp_matrices * element * shape.shared_ffn
+        per_token += (extra + experts + shared) / tensor
+    else:
+        inner = element * (shape.mlp_matrices - 1 + (1 if eager and shape.gated else 0)) + product
+        per_token += inner * shape.ffn / tensor
+    return per_token * layout.tokens
+
+
+def _layer_temporaries(layout: Layout) -> float:
+    """Gradients of one layer's widest part in backward, and the tokens it gathers over tp."""
+    shape = layout.shape
+    element = ELEMENT_BYTES[layout.dtype]
+    width = max(shape.ffn if shape.expert_layers < shape.layers else 0, shape.chosen * shape.expert_ffn)
+    gradients = shape.mlp_matrices * width / layout.tp + 2 * shape.hidden / _outer(layout)
+    gathered = shape.hidden if layout.sequence_parallel and layout.tp > 1 else 0
+    return element * layout.tokens * (gradients + gathered)
+
+
+def _logits(layout: Layout) -> float:
+    """Bytes of logits and their gradients at the loss's peak."""
+    logits = layout.tokens * layout.shape.vocab / layout.tp
+    if layout.software.logit_bytes:
+        return layout.software.logit_bytes * logits
+    return (
+        10.0 * min(logits, LOGIT_CHUNK)
+        + 2 * ELEMENT_BYTES[layout.dtype] * layout.tokens * layout.shape.hidden
+    )
+
+
+def _buffers(layout: Layout, dense_layer: float, expert_layer: float) -> float:
+    """Gathered parameters and unreduced gradients of ZeRO 2 and 3, and the pipeline's messages."""
+    shape, software = layout.shape, layout.software
+    element = ELEMENT_BYTES[layout.dtype]
+    message = element * layout.tokens * shape.hidden / _outer(layout)
+    buffers = 4 * message if layout.pp > 1 else 0.0
+    unit = max(dense_layer + expert_layer, shape.embedding_parameters() / layout.tp)
+    if layout.shards == 1 or layout.zero < 2:
+        return buffers
+    if layout.zero == 2:
+        bucket = min(BUCKET_ELEMENTS, unit) if software is TRIAXIS else unit
+        return buffers + BUCKETS_UNDER_WAY * software.gradient_bytes * max(bucket, unit / 2)
+    return buffers + 2 * element * unit + software.reduce_bytes * unit
