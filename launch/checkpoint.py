@@ -96,7 +96,7 @@ def _print_table(rows: Sequence[Sequence[str]], right: int) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = [("checkpoint", "state", "step", "tokens", "size", "files", "eval loss")]
+    rows: list[tuple[str, ...]] = [("checkpoint", "state", "step", "tokens", "size", "files", "eval loss")]
     complete = checkpoints_at(options.dir)
     for path in complete:
         try:

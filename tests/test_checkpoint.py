@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import LEARNING_RATE, MODEL, TIED, Layout, assemble, model_for, plan_of, sequences
+from agreement import LEARNING_RATE, MODEL, TIED, Layout, Piece, assemble, model_for, plan_of, sequences
 from torch import Tensor
 
 from triaxis.engine.checkpoint.store import CheckpointStore, RunState
@@ -49,17 +49,18 @@ def train(step: TrainingStep, layout: Layout, numbers: range) -> list[StepResult
 
 
 States = dict[str, Tensor]
+Pieces = list[Piece]
 
 
-def whole_states(ranks: list[list[tuple[object, Tensor]]]) -> States:
-    whole, equal = assemble(ranks)  # type: ignore[arg-type]
+def whole_states(ranks: list[Pieces]) -> States:
+    whole, equal = assemble(ranks)
     assert equal, "replicas differ"
     return whole
 
 
-def gathered(step: TrainingStep) -> list[tuple[object, Tensor]]:
+def gathered(step: TrainingStep) -> Pieces:
     """This rank's masters and moments as pieces, the moments by swapping them in for the masters."""
-    pieces: list[tuple[object, Tensor]] = []
+    pieces: Pieces = []
     moments: dict[int, dict[str, Tensor]] = {}
     for shard, start, stop, named in step.optimizer.moments():
         for kind, moment in named.items():
@@ -172,13 +173,13 @@ def test_any_topology_reads_any_others(saved: Layout, resumed: Layout, tied: boo
         for layout in (saved, resumed)
     )
 
-    def save(world: World) -> tuple[list[tuple[object, Tensor]], list[StepResult]]:
+    def save(world: World) -> tuple[Pieces, list[StepResult]]:
         step = open_step(world, saved, model, rule, dtype)
         train(step, saved, range(1))
         CheckpointStore(tmp_path, step).save(state_at(1))
         return gathered(step), train(step, saved, range(1, 3))
 
-    def resume(world: World) -> tuple[list[tuple[object, Tensor]], list[StepResult]]:
+    def resume(world: World) -> tuple[Pieces, list[StepResult]]:
         step = open_step(world, resumed, model, rule, dtype)
         store = CheckpointStore(tmp_path, step)
         path = store.latest()

@@ -145,6 +145,21 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
         assert torch.equal(values, read), key
 
 
+@pytest.mark.parametrize("read_bytes", [1, 200, 1 << 24])
+def test_reading_in_small_blocks_reads_the_same(
+    read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part with rows and columns of its own, across the chunks of two ranks."""
+    save_steps(tmp_path, 1)
+    path = complete_checkpoints(tmp_path)[0]
+    name = "exp_avg/lm_head.weight"
+    whole = StoredTensors(path).read(name, (0, 0), (67, 32))
+    assert len(read_manifest(path).tensors[name].chunks) > 1
+    assert whole.count_nonzero() > 0
+    monkeypatch.setattr(storage, "READ_BYTES", read_bytes)
+    assert torch.equal(StoredTensors(path).read(name, (5, 3), (60, 20)), whole[5:65, 3:23])
+
+
 def test_names_and_shapes_are_those_of_the_whole_model(tmp_path: Path) -> None:
     layout = Layout(tp=2, dp=2, zero=3)
     on_ranks(lambda step, store: store.save(state_at(1)), tmp_path, layout)

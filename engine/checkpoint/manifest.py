@@ -100,9 +100,9 @@ def damaged(path: Path, file: str, what: str) -> CheckpointError:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes it with a checksum of itself, and syncs it and the folder."""
-    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    with (folder / MANIFEST).open("x", encoding="utf-8") as file:
-        json.dump({"crc32": _body_crc(body), "manifest": body}, file)
+    body = _encode({"format": FORMAT, "version": VERSION, **asdict(manifest)})
+    with (folder / MANIFEST).open("xb") as file:
+        file.write(b'{"crc32": %d, "manifest": %s}' % (zlib.crc32(body), body))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> Manifest:
         body, written = document["manifest"], document["crc32"]
     except (ValueError, TypeError, KeyError) as error:
         raise damaged(path, MANIFEST, "is not a manifest: truncated or overwritten") from error
-    if _body_crc(body) != written:
+    if zlib.crc32(_encode(body)) != written:
         raise damaged(path, MANIFEST, "does not match its own checksum")
     if (body["format"], body["version"]) != (FORMAT, VERSION):
         raise CheckpointError(
@@ -147,8 +147,9 @@ def _tensor_record(record: dict[str, Any]) -> TensorRecord:
     return TensorRecord(dtype=record["dtype"], shape=tuple(record["shape"]), chunks=chunks)
 
 
-def _body_crc(body: object) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+def _encode(body: object) -> bytes:
+    """JSON of which a body that was read makes the same bytes again."""
+    return json.dumps(body, sort_keys=True).encode()
 
 
 def check_files(path: Path, files: Mapping[str, FileRecord]) -> None:
