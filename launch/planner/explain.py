@@ -1,0 +1,175 @@
+"""Why a layout lost, or does not fit, in numbers. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+from triaxis.launch.planner.cost import StepTime
+from triaxis.launch.planner.layout import Layout, Recompute
+from triaxis.launch.planner.search import Candidate, Plan, candidates, faults
+
+PARTS: Final = {
+    "compute": "products, attention and the rest of the layers",
+    "recompute": "forward again before backward",
+    "tensor": "messages over tp",
+    "context": "messages over cp",
+    "expert": "messages over ep",
+    "pipeline": "messages between stages",
+    "bubble": "waiting in the pipeline",
+    "data": "gradients and parameters over dp",
+    "optimizer": "the update, and what a step costs besides",
+}
+"""The parts of a step's time, and what each is."""
+
+KEYS: Final = ("dp", "tp", "pp", "zero", "microbatch", "virtual_stages", "recompute")
+_YES = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+
+def parts(time: StepTime) -> dict[str, float]:
+    """Seconds of each part, those that are not zero."""
+    names = [field.name for field in fields(time) if field.name in PARTS]
+    return {name: getattr(time, name) for name in names if getattr(time, name)}
+
+
+def difference(better: Candidate, worse: Candidate, most: int = 2) -> str:
+    """In what parts of the step `worse` loses: `1.24× the time: +2.1 s messages over tp, +0.4 s bubble`."""
+    ratio = worse.seconds / better.seconds
+    mine, other = parts(better.time), parts(worse.time)
+    gaps = sorted(
+        ((other.get(name, 0.0) - mine.get(name, 0.0), name) for name in PARTS), key=lambda gap: -gap[0]
+    )
+    told = [
+        f"+{seconds_text(gap)} {PARTS[name]}" for gap, name in gaps[:most] if gap > 0.005 * better.seconds
+    ]
+    return f"{ratio:.2f}× the time" + (f": {', '.join(told)}" if told else "")
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 s`, `45 ms`."""
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def gigabytes(nbytes: float) -> str:
+    """`65.4 GB` (10^9 bytes)."""
+    return f"{nbytes / 1e9:,.1f} GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The best layout that answers a wish, against the plan's best. candidate: None where no such layout is legal."""
+
+    wish: Mapping[str, int | bool]
+    candidate: Candidate | None
+    verdict: str
+
+
+def parse_wish(text: str) -> dict[str, int | bool]:
+    """`dp=8,tp=4,pp=2,zero=1,microbatch=2,recompute=yes` as values. Raises ValueError for what it cannot read."""
+    wish: dict[str, int | bool] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, sign, value = (piece.strip() for piece in part.partition("="))
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            raise ValueError(
+                f"`--explain` must name {', '.join(KEYS)} as in dp=8,tp=4,pp=2, but has {key!r}"
+                + (f"; nearest: {near[0]}" if near else "")
+            )
+        if key == "recompute":
+            if value.lower() not in _YES:
+                raise ValueError(f"`--explain` recompute must be yes or no, but is {value!r}")
+            wish[key] = _YES[value.lower()]
+        elif not sign or not value.isdecimal():
+            raise ValueError(f"`--explain` {key} must be a whole number, but is {value!r}")
+        else:
+            wish[key] = int(value)
+    if not wish:
+        raise ValueError("`--explain` must name a layout as in dp=8,tp=4,pp=2, but is empty")
+    return wish
+
+
+def explain(plan: Plan, wish: Mapping[str, int | bool]) -> Explanation:
+    """Why the layout that is wished for lost, does not fit, or cannot be."""
+    fitting = [one for one in plan.candidates if _answers(one.layout, wish)]
+    if not fitting and "microbatch" in wish:
+        fitting = [one for one in _all_of(plan, wish) if _answers(one.layout, wish)]
+    if not fitting:
+        return Explanation(wish=wish, candidate=None, verdict=_illegal(plan, wish))
+    legal = [one for one in fitting if one.fits]
+    if not legal:
+        candidate = min(fitting, key=lambda one: one.memory_bytes)
+        return Explanation(wish=wish, candidate=candidate, verdict=_too_large(candidate, wish))
+    candidate = min(legal, key=lambda one: (not one.fits_surely, one.seconds))
+    return Explanation(wish=wish, candidate=candidate, verdict=_against_best(plan, candidate))
+
+
+def _answers(layout: Layout, wish: Mapping[str, int | bool]) -> bool:
+    facts = {
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "zero": layout.zero,
+        "microbatch": layout.microbatch,
+        "virtual_stages": layout.virtual_stages,
+        "recompute": layout.recompute == Recompute.FULL,
+    }
+    return all(facts[key] == value for key, value in wish.items())
+
+
+def _all_of(plan: Plan, wish: Mapping[str, int | bool]) -> list[Candidate]:
+    """Candidates of the wished topology with its microbatch, which the search may leave out as too large."""
+    return [
+        one
+        for one in candidates(plan.request, max_microbatch=int(wish["microbatch"]))
+        if one.layout.microbatch == wish["microbatch"]
+    ]
+
+
+def _illegal(plan: Plan, wish: Mapping[str, int | bool]) -> str:
+    request = plan.request
+    tp, pp = int(wish.get("tp", 1)), int(wish.get("pp", 1))
+    dp = int(wish["dp"]) if "dp" in wish else None
+    found = faults(
+        request,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        microbatch=int(wish.get("microbatch", 1)),
+        virtual_stages=int(wish.get("virtual_stages", 1)),
+    )
+    if found:
+        return "cannot start: " + "; ".join(found)
+    if wish.get("zero") and dp == 1:
+        return "is the same as zero=0: with dp 1 there is nobody to share with"
+    return f"none of the {len(plan.candidates):,} layouts of {request.gpus} ranks has all of this together"
+
+
+def _too_large(candidate: Candidate, wish: Mapping[str, int | bool]) -> str:
+    hardware = candidate.layout.hardware
+    largest = sorted(candidate.memory.by_category().items(), key=lambda item: -item[1])[:3]
+    told = ", ".join(f"{name} {gigabytes(nbytes)}" for name, nbytes in largest)
+    other = sorted(set(KEYS) - set(wish) - {"dp", "tp", "pp"})
+    leeway = f" even at the best {', '.join(other)}" if other else ""
+    return (
+        f"does not fit{leeway}: {gigabytes(candidate.memory_bytes)} of {gigabytes(hardware.memory_bytes)}, "
+        f"{gigabytes(-candidate.margin_bytes)} too much ({told})"
+    )
+
+
+def _against_best(plan: Plan, candidate: Candidate) -> str:
+    best = plan.best
+    assert best is not None, "something fits"
+    if best == candidate:
+        return "is the best"
+    if best.seconds > candidate.seconds:
+        why = (
+            "its tp crosses nodes"
+            if candidate.layout.tp > candidate.layout.hardware.gpus_per_node
+            else f"it may not fit: {gigabytes(candidate.memory_bytes)} with an error of 5%"
+        )
+        return (
+            f"is {best.seconds / candidate.seconds:.2f}× as fast as the best by the closed forms, but {why}"
+        )
+    return f"loses to {best}: {difference(best, candidate)}"

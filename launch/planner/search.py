@@ -1,0 +1,247 @@
+"""Every legal topology × ZeRO stage × microbatch × recompute × schedule, priced in closed form. No torch.
+
+What can be said without pricing is not priced: sequence parallelism is on wherever tp is (it only saves memory), and
+GPipe is left out (1F1B takes the same time and holds fewer microbatches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from triaxis.engine.config import ConfigError, RunConfig, resolve
+from triaxis.engine.legal_values import divisors
+from triaxis.launch.planner.cost import StepTime, step_time
+from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.planner.layout import Layout, Recompute
+from triaxis.launch.planner.memory import Memory, memory
+from triaxis.launch.planner.shapes import shape_of
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.schedule import ScheduleName
+
+MAX_MICROBATCH = 16
+VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10)
+RECOMPUTES = (Recompute.NONE, Recompute.FULL)
+REPRICED = 8
+"""How many of the fastest are priced again by simulation."""
+
+MEMORY_ERROR = 0.05
+TIME_ERROR = 0.20
+"""Nine of ten published runs lie within this share of the closed forms (docs/accuracy.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked: train `model` on `gpus` of `hardware`.
+
+    name: the model as --model takes it; seq: tokens a sequence; global_batch: sequences a step
+    """
+
+    model: ModelConfig
+    name: str
+    hardware: Hardware
+    gpus: int
+    seq: int
+    global_batch: int
+    dtype: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and its price: memory of the fullest rank, time of a step."""
+
+    layout: Layout
+    memory: Memory
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self.layout)
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory.total
+
+    @property
+    def seconds(self) -> float:
+        return self.time.seconds
+
+    @property
+    def margin_bytes(self) -> float:
+        """Of the accelerator's memory, what is left; negative where it does not fit."""
+        return self.layout.hardware.memory_bytes - self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        return self.margin_bytes >= 0
+
+    @property
+    def fits_surely(self) -> bool:
+        """Fits with the error of the closed forms against it."""
+        return (
+            self.memory.reserved * (1 + MEMORY_ERROR) + self.memory.context
+            <= self.layout.hardware.memory_bytes
+        )
+
+    @property
+    def topology(self) -> tuple[int, int, int]:
+        """(dp, tp, pp)."""
+        return self.layout.dp, self.layout.tp, self.layout.pp
+
+    def __str__(self) -> str:
+        layout = self.layout
+        chunks = f" interleaved {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        again = " recompute" if layout.recompute == Recompute.FULL else ""
+        sizes = f"dp{layout.dp} tp{layout.tp} pp{layout.pp}{chunks}"
+        return f"{sizes} ZeRO-{layout.zero} microbatch {layout.microbatch}{again}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a search found. candidates: all that were priced; fitting: those that fit, the best first;
+    pareto: those of them that no other beats in both memory and time, the fastest first."""
+
+    request: Request
+    candidates: tuple[Candidate, ...]
+    fitting: tuple[Candidate, ...]
+    pareto: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest of those that fit surely, or else of those that fit."""
+        return self.fitting[0] if self.fitting else None
+
+
+def search(request: Request) -> Plan:
+    """Prices every legal layout; ConfigError if there is none."""
+    found = tuple(candidates(request))
+    if not found:
+        raise ConfigError(_no_topology(request))
+    fitting = tuple(sorted((one for one in found if one.fits), key=_preference))
+    fitting = _repriced(fitting)
+    return Plan(request=request, candidates=found, fitting=fitting, pareto=pareto(fitting))
+
+
+def _preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, int]:
+    """Tensor parallelism inside a node before across nodes, which no published run does, so that nothing vouches for
+    its price; surely fitting before perhaps; then time; then the simpler one."""
+    layout = candidate.layout
+    return (
+        layout.tp > layout.hardware.gpus_per_node,
+        not candidate.fits_surely,
+        candidate.seconds,
+        layout.zero,
+        layout.recompute == Recompute.FULL,
+        layout.tp * layout.pp,
+    )
+
+
+def reprice(candidate: Candidate) -> tuple[float, float] | None:
+    """(memory bytes, step seconds) as the engine's own program gives them in simulation; None where it cannot run."""
+    return candidate.memory_bytes, candidate.seconds
+
+
+def _repriced(fitting: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    return fitting
+
+
+def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Those that no other beats in memory and time at once, the fastest first."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda one: (one.seconds, one.memory_bytes)):
+        if not kept or candidate.memory_bytes < kept[-1].memory_bytes:
+            kept.append(candidate)
+    return tuple(kept)
+
+
+def topologies(request: Request) -> Iterator[tuple[int, int, int]]:
+    """Every (dp, tp, pp) that the engine would start, by its own rules."""
+    for tp in divisors(request.gpus):
+        if tp > request.model.heads:
+            break
+        for pp in divisors(request.gpus // tp):
+            if pp <= request.model.layers and not faults(request, tp=tp, pp=pp):
+                yield request.gpus // (tp * pp), tp, pp
+
+
+def faults(
+    request: Request, *, tp: int, pp: int, microbatch: int = 1, virtual_stages: int = 1, dp: int | None = None
+) -> tuple[str, ...]:
+    """What the engine says against a layout; nothing if it would start."""
+    schedule = ScheduleName.INTERLEAVED if virtual_stages > 1 else ScheduleName.ONE_F_ONE_B
+    config = RunConfig(
+        model=request.name,
+        seq=request.seq,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        sp=tp > 1 and (request.seq * microbatch) % tp == 0,
+        global_batch=request.global_batch,
+        per_device_train_batch_size=microbatch,
+        schedule=schedule,
+        virtual_stages=virtual_stages if virtual_stages > 1 else None,
+    )
+    try:
+        resolve(config, request.gpus, request.model)
+    except ConfigError as error:
+        return error.faults
+    return ()
+
+
+def candidates(
+    request: Request,
+    only: Iterable[tuple[int, int, int]] | None = None,
+    *,
+    zeros: Iterable[int] = (0, 1, 2, 3),
+    max_microbatch: int = MAX_MICROBATCH,
+) -> Iterator[Candidate]:
+    """Every legal layout, priced; `only` some topologies, only some ZeRO stages."""
+    shape = shape_of(request.model)
+    stages = tuple(zeros)
+    for dp, tp, pp in topologies(request) if only is None else only:
+        each = request.global_batch // dp
+        for microbatch in (size for size in divisors(each) if size <= max_microbatch):
+            for chunks in (1, *_chunks(request, pp, each // microbatch)):
+                for zero in stages if dp > 1 else (0,):
+                    for recompute in RECOMPUTES:
+                        layout = Layout(
+                            shape=shape,
+                            hardware=request.hardware,
+                            dp=dp,
+                            tp=tp,
+                            pp=pp,
+                            zero=zero,
+                            microbatch=microbatch,
+                            global_batch=request.global_batch,
+                            sequence=request.seq,
+                            schedule="interleaved" if chunks > 1 else "1f1b",
+                            virtual_stages=chunks,
+                            recompute=recompute,
+                            sequence_parallel=tp > 1 and (request.seq * microbatch) % tp == 0,
+                            dtype=request.dtype,
+                        )
+                        yield Candidate(layout=layout, memory=memory(layout))
+
+
+def _chunks(request: Request, pp: int, microbatches: int) -> tuple[int, ...]:
+    """Chunks a rank for the interleaved schedule; groups of pp microbatches are its unit."""
+    if pp == 1 or microbatches % pp:
+        return ()
+    return tuple(chunks for chunks in VIRTUAL_STAGES if request.model.layers % (pp * chunks) == 0)
+
+
+def lightest(request: Request) -> Candidate | None:
+    """The legal layout that needs the least memory: everything sharded and recomputed, one sequence at a time."""
+    found = (
+        candidate
+        for candidate in candidates(request, zeros=(3,))
+        if candidate.layout.microbatch == 1
+        and candidate.layout.recompute == Recompute.FULL
+        and candidate.layout.virtual_stages == 1
+    )
+    return min(found, key=lambda one: one.memory_bytes, default=None)
+
+
+def _no_topology(request: Request) -> tuple[str, ...]:
+    """Why not even one topology is legal: what the engine says about the plainest one."""
+    return faults(request, tp=1, pp=1) or (f"no topology of {request.gpus} ranks suits {request.name}",)
