@@ -4,85 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from agreement import LEARNING_RATE, MODEL, TIED, Layout, Piece, assemble, model_for, plan_of, sequences
+from agreement import MODEL, TIED, Layout, model_for
+from checkpointing import Pieces, gathered, open_step, state_at, train, weights_of, whole_states
 from torch import Tensor
 
-from triaxis.engine.checkpoint.store import CheckpointStore, RunState
-from triaxis.engine.step import StepResult, TrainingStep
+from triaxis.engine.checkpoint.store import CheckpointStore
+from triaxis.engine.step import StepResult
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.group import World
-from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.thread_world import run_threads
-from triaxis.parallel.topology import Topology
-
-
-def state_at(step: int, **changes: object) -> RunState:
-    facts: dict[str, object] = {
-        "step": step,
-        "tokens": 128 * step,
-        "config": {"model": "agreement", "learning_rate": 1e-3},
-        "sampler": {"seed": 0, "samples": 8 * step},
-        "eval_loss": 1 / 3,
-        "extra": {"skipped_steps": []},
-    }
-    return RunState(**{**facts, **changes})  # type: ignore[arg-type]
-
-
-def open_step(world: World, layout: Layout, model: ModelConfig, rule: str, dtype: str) -> TrainingStep:
-    mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
-    return TrainingStep(plan_of(layout, model, rule, dtype), mesh)
-
-
-def train(step: TrainingStep, layout: Layout, numbers: range) -> list[StepResult]:
-    share = layout.global_batch() // layout.dp
-    first = step.mesh.dp.rank * share
-    vocab_size = step.plan.model.vocab_size
-    return [
-        step.train(sequences(number, layout.global_batch(), vocab_size)[first : first + share], LEARNING_RATE)
-        for number in numbers
-    ]
-
-
-States = dict[str, Tensor]
-Pieces = list[Piece]
-
-
-def whole_states(ranks: list[Pieces]) -> States:
-    whole, equal = assemble(ranks)
-    assert equal, "replicas differ"
-    return whole
-
-
-def gathered(step: TrainingStep) -> Pieces:
-    """This rank's masters and moments as pieces, the moments by swapping them in for the masters."""
-    pieces: Pieces = []
-    moments: dict[int, dict[str, Tensor]] = {}
-    for shard, start, stop, named in step.optimizer.moments():
-        for kind, moment in named.items():
-            whole = moments.setdefault(id(shard), {}).setdefault(kind, torch.zeros_like(shard.master))
-            whole[start:stop] = moment
-    buckets = list(step.data_parallel.buckets)
-    masters = [bucket.master for bucket in buckets]
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        for bucket, master in zip(buckets, masters, strict=True):
-            bucket.master = master if kind == "master" else moments[id(bucket)][kind]
-        for segment, tensor in step.data_parallel.gathered_masters():
-            layout = replace(segment.layout, name=f"{kind}/{segment.layout.name}", sums=())
-            pieces.append((layout, tensor.clone()))
-    for bucket, master in zip(buckets, masters, strict=True):
-        bucket.master = master
-    return pieces
-
-
-def weights_of(step: TrainingStep) -> list[Tensor]:
-    """The weights that this rank computes with (stage 3: what it would send), as stored."""
-    return [(b.shard if b.stage == 3 else b.parameters).clone() for b in step.data_parallel.buckets]  # type: ignore[attr-defined]
-
 
 EXACT = [
     (Layout(), "fp32", "adamw, clip 1", MODEL),

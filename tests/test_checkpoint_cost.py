@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from agreement import LENGTH, MODEL
-from test_checkpoint import state_at
+from checkpointing import state_at
 
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.step import StepPlan, TrainingStep

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from agreement import MODEL, Layout
+from checkpointing import open_step, state_at, train
 from safetensors.torch import load_file
-from test_checkpoint import open_step, state_at, train
 from torch import Tensor
 
 from triaxis.engine.checkpoint import storage
@@ -385,15 +385,14 @@ def test_a_folder_that_cannot_be_made_fails_the_save_on_all_ranks(tmp_path: Path
     assert str(tmp_path / FOLDER) in texts[0]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
-def test_a_read_only_folder_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    (tmp_path / FOLDER).chmod(0o555)
-    try:
-        assert "Permission denied" in on_ranks(fails_on_both_ranks, tmp_path)[0]
-        assert on_ranks(load_newest, tmp_path) == [1, 1]
-    finally:
-        (tmp_path / FOLDER).chmod(0o755)
+def test_a_read_only_disk_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20):
+        save_steps(tmp_path / "disk", 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        texts = on_ranks(fails_on_both_ranks, tmp_path / "disk")
+        assert texts[0] == texts[1]
+        assert "Read-only file system" in texts[0]
+        assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
 
 
 # Asynchronous saves.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from agreement import TIED, Layout
+from checkpointing import Pieces, gathered, open_step, state_at, train, whole_states
 from processes import run_processes
-from test_checkpoint import Pieces, gathered, open_step, state_at, train, whole_states
 
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.parallel.group import World
