@@ -15,7 +15,6 @@ from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.layout import Layout, Recompute
 
 FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
-LAYER_KERNELS: Final = (28, 44)  # launches of a layer's forward and backward
 STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging
 OPTIMIZER_BYTES: Final = (
     34  # moved for each parameter that a rank updates: fp32 states in and out, gradient, weight
@@ -175,9 +174,8 @@ def _layer(layout: Layout, *, routed: bool) -> _Passes:
     attention = _attention(layout)
     elementwise = _elementwise(layout, routed=routed)
     whole = products + attention + elementwise
-    whole = _Passes(
-        forward=max(whole.forward, _launches(layout, 0)), backward=max(whole.backward, _launches(layout, 1))
-    )
+    host = [launches * layout.hardware.launch_overhead_s for launches in layout.software.layer_launches]
+    whole = _Passes(forward=max(whole.forward, host[0]), backward=max(whole.backward, host[1]))
     again = {
         Recompute.NONE: 0.0,
         Recompute.SELECTIVE: layout.software.selective * whole.forward
@@ -186,11 +184,6 @@ def _layer(layout: Layout, *, routed: bool) -> _Passes:
         Recompute.FULL: whole.forward,
     }[layout.recompute]
     return _Passes(forward=whole.forward, backward=whole.backward, again=again)
-
-
-def _launches(layout: Layout, index: int) -> float:
-    kernels = LAYER_KERNELS[index] * (1.0 if layout.software.fused else 1.6)
-    return 0.0 if layout.software.captured else kernels * layout.hardware.launch_overhead_s
 
 
 def _attention(layout: Layout) -> _Passes:
@@ -206,8 +199,7 @@ def _attention(layout: Layout) -> _Passes:
             reached *= layout.software.attention_kernel
         forward = 0.5 * flops / (hardware.peak(wide) * reached)
         return _Passes(forward=forward, backward=FLASH_BACKWARD * forward)
-    one = flops / 2 / (layout.microbatch * shape.heads / layout.tp)
-    arithmetic = flops / (hardware.peak(wide) * hardware.matmul_fraction(one))
+    arithmetic = flops / (hardware.peak(wide) * hardware.matmul_fraction(flops / 2))
     # two products write and read 2-byte scores; softmax and dropout read and write them and keep a mask
     forward = max(arithmetic, hardware.memory_seconds(4 * pairs)) + hardware.memory_seconds(9 * pairs)
     return _Passes(forward=forward, backward=2 * forward)
@@ -236,7 +228,7 @@ def _head(layout: Layout) -> _Passes:
     shape = layout.shape
     logits = layout.tokens * shape.vocab / layout.tp
     product = _linear(layout, layout.tokens, shape.hidden, shape.vocab / layout.tp)
-    loss = layout.hardware.memory_seconds(logits * (12 if layout.software.fused else 20))
+    loss = layout.hardware.memory_seconds(logits * layout.software.loss_bytes)
     return product + _Passes(forward=loss / 2, backward=loss / 2)
 
 

@@ -33,7 +33,9 @@ class Software:
     that it keeps; eager: norms and activations keep the intermediates that unfused kernels keep
     logit_bytes: for each logit at the loss's peak; 0: logits come in chunks of `LOGIT_CHUNK`
     spare_gradients: bytes for each weight of one layer and the head that gradients pass through
-    captured: launches cost nothing (CUDA graphs or a compiler's)
+    layer_launches: operators that the host dispatches for a layer's forward and backward, 0 with CUDA graphs or a
+    compiler; loss_bytes: moved for each logit by the loss, both passes; keeps_fp8: inputs of fp8
+    products are kept as fp8
     fragmented: of what tensors take, held by the allocator besides; context_bytes: of the device's context,
     libraries and fixed buckets
     """
@@ -54,7 +56,9 @@ class Software:
     eager: bool = False
     logit_bytes: float = 2.0
     spare_gradients: float = 0.0
-    captured: bool = False
+    layer_launches: tuple[int, int] = (100, 180)
+    loss_bytes: float = 12.0
+    keeps_fp8: bool = False
     fragmented: float = 0.05
     context_bytes: float = 1e9
 
@@ -63,7 +67,7 @@ LOGIT_CHUNK = 1 << 22
 TRIAXIS = Software(name="triaxis", order=("tp", "cp", "pp", "dp"), logit_bytes=0.0)
 MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
 MEGATRON_TE = Software(
-    name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0
+    name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0, keeps_fp8=True
 )
 NEMO = replace(MEGATRON_TE, name="NeMo and Megatron Bridge", gradient_bytes=2, reduce_bytes=2)
 MEGATRON_OFFLOAD = Software(
@@ -78,6 +82,8 @@ MEGATRON_2021 = Software(
     reduce_bytes=2,
     logit_bytes=6.0,
     attention_kernel=0.6,
+    layer_launches=(160, 320),
+    loss_bytes=90.0,
 )
 MEGATRON_DEEPSPEED = Software(
     name="Megatron-DeepSpeed",
@@ -85,7 +91,9 @@ MEGATRON_DEEPSPEED = Software(
     reduce_bytes=2,
     gradient_bytes=2,
     logit_bytes=10.0,
-    fragmented=0.13,  # no expandable segments yet
+    layer_launches=(160, 320),
+    loss_bytes=90.0,
+    fragmented=0.15,  # no expandable segments yet
     context_bytes=7e9,  # with buckets of 5e8 elements for reducing and for gathering
 )
 MEGATRON_DEEPSPEED_BF16 = replace(
@@ -102,12 +110,19 @@ FSDP = Software(
     selective_kept=0.36,
     eager=True,
     logit_bytes=14.0,
+    loss_bytes=30.0,
 )
 FSDP_BF16 = replace(
     FSDP, name="FSDP in pure bf16", weight_bytes=2, reduce_bytes=2, gradient_bytes=2, state_bytes=4
 )
 FSDP_COMPILED = replace(
-    FSDP, name="FSDP, compiled", fused=True, eager=False, captured=True, selective_kept=0.45
+    FSDP,
+    name="FSDP, compiled",
+    fused=True,
+    eager=False,
+    layer_launches=(0, 0),
+    selective_kept=0.45,
+    loss_bytes=12.0,
 )
 JAX = replace(
     FSDP_COMPILED, name="JAX", attention_kernel=1.0, selective=0.0, selective_kept=0.4, logit_bytes=6.0

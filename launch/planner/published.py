@@ -389,7 +389,7 @@ def _memory(row: Mapping[str, str]) -> float | None:
     if value is None:
         return None
     unit = row.get("mem_unit", "")
-    binary = "GiB" in unit or "nvidia-smi" in unit
+    binary = "GiB" in unit or _reading(row) == Reading.DEVICE  # nvidia-smi prints MiB
     return value * (2**30 if binary else 1e9)
 
 
