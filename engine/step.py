@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triaxis.engine.optimizer import ShardOptimizer, UpdateRule
 from triaxis.models.batch import Batch
@@ -53,7 +54,7 @@ class StepPlan:
     max_grad_norm: float = 1.0
     rule: UpdateRule = field(default_factory=UpdateRule)
     skip_nonfinite: bool = False
-    seed: int = 0
+    seed: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,7 @@ class _Chunk:
         self._step.data_parallel.finish_backward(self._index)
 
 
+@lru_cache(maxsize=64)
 def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
     """The layers of each model stage, cut by matrix products: the head weighs as much as its share of a layer."""
     head = model.embedding_parameters() / model.layer_parameters()
@@ -101,7 +103,7 @@ def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         wrap=WRAPPED,
         accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
         bucket_elements=plan.bucket_elements,
-        fill=lambda parameter: initialize_parameter(parameter, plan.seed),
+        fill=_filler(plan),
     )
 
 
@@ -113,8 +115,13 @@ def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         mesh,
         wrap=WRAPPED,
         accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
-        fill=lambda parameter: initialize_parameter(parameter, plan.seed),
+        fill=_filler(plan),
     )
+
+
+def _filler(plan: StepPlan) -> Callable[[nn.Parameter], None] | None:
+    seed = plan.seed
+    return None if seed is None else lambda parameter: initialize_parameter(parameter, seed)
 
 
 Maker = Callable[[Sequence[Stage], StepPlan, Mesh], DataParallel]
@@ -132,7 +139,7 @@ class TrainingStep:
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
-        self.scale = torch.zeros((), device=mesh.world.device)
+        self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
         tokens = plan.microbatch_size * plan.sequence_length
         self.pipeline = PipelineExecutor(

@@ -20,6 +20,18 @@ from triaxis.parallel.layout import ParameterLayout, layouts_of
 
 ALIGNMENT_ELEMENTS = 16
 
+_OPERATORS = torch.library.Library("triaxis", "FRAGMENT")
+_OPERATORS.define("resize_storage(Tensor tensor, int nbytes) -> ()")
+
+
+def _resize_storage(tensor: Tensor, nbytes: int) -> None:
+    tensor.untyped_storage().resize_(nbytes)
+
+
+_OPERATORS.impl("resize_storage", _resize_storage, "CompositeExplicitAutograd")
+resize_storage = torch.ops.triaxis.resize_storage
+"""Gives a tensor's storage `nbytes`; its shape and its views stay. An operator, so that a meter sees it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -161,6 +173,15 @@ class Bucket:
         """Bytes of gradients kept between microbatches."""
         return self._buffer.nbytes if self._buffer is not None else self.gradient_shard.nbytes
 
+    @property
+    def pieces(self) -> tuple[tuple[int, ParameterLayout], ...]:
+        """Each piece's first element in the bucket, and its layout."""
+        return tuple(self._pieces)
+
+    def holds_gradient(self, tensor: Tensor) -> bool:
+        """Whether the tensor is this bucket's buffer of unreduced gradients."""
+        return self._buffer is not None and self._buffer.data_ptr() == tensor.data_ptr()
+
     def whole_segments(self) -> tuple[Segment, ...]:
         """The bucket's pieces, each as one segment of the whole bucket."""
         return cut_segments(self._pieces, 0, self.padded_elements)
@@ -171,7 +192,7 @@ class Bucket:
         """V → R on the data-parallel axis, asynchronously; nothing if the parameters are here."""
         storage = self.parameters.untyped_storage()
         if self._gathering is None and storage.nbytes() == 0:
-            storage.resize_(self.padded_elements * self.parameters.element_size())
+            resize_storage(self.parameters, self.padded_elements * self.parameters.element_size())
             self._gathering = self.group.all_gather(self.parameters, self.shard, asynchronous=True)
 
     def gather(self) -> None:
@@ -186,7 +207,7 @@ class Bucket:
     def release(self) -> None:
         """Frees the parameters; a gather under way ends first."""
         self._finish_gather()
-        self.parameters.untyped_storage().resize_(0)
+        resize_storage(self.parameters, 0)
 
     # Gradients.
 
@@ -219,10 +240,11 @@ class Bucket:
         if self.stage >= 2:
             if self.reduced_once:
                 shard = torch.empty_like(shard)
-            self._buffer = None
             for slot in self._slots:
                 slot.empty = True
         self._reducing = (self.group.reduce_scatter(shard, whole, asynchronous=True), whole, shard)
+        if self.stage >= 2:
+            self._buffer = None
         self.reduced_once = True
 
     @torch.no_grad()

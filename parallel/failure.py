@@ -17,7 +17,9 @@ INSIDE = (
             "process_world.py",
             "process_group.py",
             "failure.py",
+            "recording.py",
             "rendezvous.py",
+            "trace_world.py",
         )
     ),
 )

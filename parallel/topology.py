@@ -94,14 +94,17 @@ class Topology:
             wide = self.groups(Axis.CP, Axis.DP)
             cuts = (group[i : i + self.ep] for group in wide for i in range(0, len(group), self.ep))
             return tuple(sorted(cuts))
-        fixed = [axis for axis in self.axes if axis not in {Axis(axis) for axis in axes}]
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            places, rest = {}, rank
-            for axis in self.axes:
-                rest, places[axis] = divmod(rest, self.size(axis))
-            found.setdefault(tuple(places[axis] for axis in fixed), []).append(rank)
-        return tuple(sorted(tuple(members) for members in found.values()))
+        inside = {Axis(axis) for axis in axes}
+        offsets, bases, stride = [0], [0], 1
+        for axis in self.axes:
+            steps = range(0, stride * self.size(axis), stride)
+            if axis in inside:
+                offsets = [step + offset for step in steps for offset in offsets]
+            else:
+                bases = [step + base for step in steps for base in bases]
+            stride *= self.size(axis)
+        offsets.sort()
+        return tuple(tuple(base + offset for offset in offsets) for base in sorted(bases))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group along the axes that holds the rank."""

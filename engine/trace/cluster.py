@@ -1,0 +1,146 @@
+"""Every rank's program, from as few traced ranks as tell all of them.
+
+Ranks of one pipeline stage run one program, but for two things. Tensor rank 0 counts replicated parameters, so the
+first and the last tensor rank are both traced. And ZeRO cuts buckets between data-parallel ranks anywhere, so how
+many elements of a gradient are still to be summed over tp or tied stages differs; these sizes are worked out for
+each rank from its segments, by the arithmetic that the optimizer uses. `every_rank` traces each rank by itself: a
+test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from triaxis.engine.step import StepPlan
+from triaxis.engine.trace.meter import Known
+from triaxis.engine.trace.rank import TracedRank, trace_rank
+from triaxis.parallel.bucket import cut_segments
+from triaxis.parallel.events import Cluster, Communicate, Event, Program, Segment, Step, Wait
+from triaxis.parallel.topology import Topology
+
+SUMMED_AT = "parallel/data_parallel.py"
+
+
+def trace_cluster(
+    plan: StepPlan,
+    topology: Topology,
+    *,
+    documents: bool = False,
+    every_rank: bool = False,
+    repeat: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Cluster:
+    """All ranks' programs of one optimizer step. progress: called with (ranks traced, ranks to trace)."""
+    world_size = topology.world_size
+    coordinates = [topology.coordinates(rank) for rank in range(world_size)]
+    places = [", ".join(f"{axis} {place[axis]}" for axis in ("dp", "pp", "tp")) for place in coordinates]
+    if every_rank:
+        deputy = list(range(world_size))
+    else:
+        deputy = [
+            topology.rank(tp=0 if place["tp"] == 0 else topology.tp - 1, pp=place["pp"])
+            for place in coordinates
+        ]
+    chosen = sorted(set(deputy))
+    known = Known()
+    traced: dict[int, TracedRank] = {}
+    for done, rank in enumerate(chosen):
+        if progress is not None:
+            progress(done, len(chosen))
+        traced[rank] = trace_rank(plan, topology, rank, repeat=repeat, documents=documents, known=known)
+    if progress is not None:
+        progress(len(chosen), len(chosen))
+    groups = traced[chosen[0]].partitions
+    if every_rank:
+        programs = tuple(traced[rank].program for rank in chosen)
+        return Cluster(world_size, groups, programs, tuple(range(world_size)), {}, places)
+    sizes: dict[int, tuple[int, ...]] = {}
+    varied: dict[int, Program] = {}
+    for rank in chosen:
+        sums = _sums_of_replicas(traced[rank], topology.dp, plan)
+        names = sorted({name for of_rank in sums for name in of_rank if len(_own(groups[name], rank)) > 1})
+        _check(traced[rank].program, sums[0], names, places[rank])
+        varied[rank] = _vary(traced[rank].program, names)
+        if names:
+            for other in (r for r in range(world_size) if deputy[r] == rank):
+                sizes[other] = tuple(sums[coordinates[other]["dp"]].get(name, 0) for name in names)
+    numbers = {rank: number for number, rank in enumerate(chosen)}
+    return Cluster(
+        world_size,
+        groups,
+        tuple(varied[rank] for rank in chosen),
+        tuple(numbers[rank] for rank in deputy),
+        sizes,
+        places,
+    )
+
+
+def _own(partition: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
+    return next(part for part in partition if rank in part)
+
+
+def _sums_of_replicas(traced: TracedRank, replicas: int, plan: StepPlan) -> list[dict[str, int]]:
+    """For each data-parallel rank: the elements of its shards that are still to be summed, by group."""
+    sums: list[dict[str, int]] = [{} for _ in range(replicas)]
+    for padded, pieces in traced.pieces:
+        partial = [(first, layout) for first, layout in pieces if layout.sums]
+        if not partial:
+            continue
+        size = padded // replicas if traced.stage else padded
+        for replica in range(replicas):
+            first = replica * size if traced.stage else 0
+            for segment in cut_segments(partial, first, first + size):
+                for group in segment.layout.sums:
+                    held = sums[replica].get(group.name, 0)
+                    sums[replica][group.name] = held + segment.stop - segment.start
+    return sums
+
+
+def _is_sum(event: Event) -> bool:
+    return isinstance(event, Communicate) and event.site.startswith(SUMMED_AT)
+
+
+def _check(program: Program, expected: dict[str, int], names: list[str], place: str) -> None:
+    """What the traced rank summed is what its layouts declare."""
+    found = {
+        event.group: event.elements
+        for _, event in program.messages()
+        if isinstance(event, Communicate) and _is_sum(event)
+    }
+    declared = {name: expected[name] for name in names if expected.get(name)}
+    if found != declared:
+        raise ValueError(
+            f"{place}: gradients summed over further axes are {found}, but declared are {declared}"
+        )
+
+
+def _vary(program: Program, names: list[str]) -> Program:
+    """The program with one sum for every group in `names`, whose size each rank has for itself."""
+    if not names:
+        return program
+    *before, last = program.steps
+    events: list[Event] = []
+    sums: dict[str, Communicate] = {}
+    place = -1
+    waited = False
+    for event in last.segment.events:
+        if _is_sum(event):
+            assert isinstance(event, Communicate)
+            sums[event.group] = event
+            place = len(events) if place < 0 else place
+            waited = True
+        elif waited and isinstance(event, Wait):
+            waited = False
+        else:
+            events.append(event)
+    if place < 0:  # this replica had nothing to sum: the sums come before the norm is agreed on
+        place = next(i for i, e in enumerate(events) if isinstance(e, Communicate) and e.group == "world")
+    dtype, itemsize = ("float64", 8) if any("float64" in e.dtype for e in sums.values()) else ("float32", 4)
+    made: list[Event] = []
+    for number, name in enumerate(names):
+        known = sums.get(name) or Communicate("all_reduce", name, dtype, 0, 0, site=SUMMED_AT)
+        made.append(replace(known, varying=number, nbytes=known.elements * itemsize))
+        made.append(Wait(name, "all_reduce", 0))
+    segment = Segment((*events[:place], *made, *events[place:]), last.segment.memory)
+    return replace(program, steps=(*before, Step(last.label, segment)))

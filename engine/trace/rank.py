@@ -1,0 +1,285 @@
+"""One rank's program: the training step itself, run dry in the trace world, with what repeats recorded once.
+
+The pipeline's executor runs every action. The first three microbatches and the last go through the model;
+those between do what the third did, so its recorded segment stands in for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.trace.meter import Known, Meter
+from triaxis.models.batch import Batch
+from triaxis.parallel.bucket import Bucket
+from triaxis.parallel.events import Communicate, GradientRule, MemoryKind, Program, Segment, Step, Wait
+from triaxis.parallel.group import World
+from triaxis.parallel.layout import ParameterLayout
+from triaxis.parallel.mesh import build_mesh
+from triaxis.parallel.pipeline import PipelineChunk
+from triaxis.parallel.recording import Recorder, RecordingWorld
+from triaxis.parallel.topology import Topology
+from triaxis.parallel.trace_world import TraceWorld
+from triaxis.parallel.zero import ZeroDataParallel
+
+PIPELINE, SETUP = "pipeline", "setup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRank:
+    """One rank's program and what its data-parallel replicas differ in.
+
+    partitions: every group's partition of the ranks; pieces: each bucket's pieces (first element, layout) and size
+    """
+
+    program: Program
+    partitions: dict[str, tuple[tuple[int, ...], ...]]
+    pieces: tuple[tuple[int, tuple[tuple[int, ParameterLayout], ...]], ...]
+    stage: int
+
+
+class Tape:
+    """The segments of a rank, cut out of what the recorder and the meter note."""
+
+    def __init__(self, recorder: Recorder, meter: Meter) -> None:
+        self.recorder, self.meter = recorder, meter
+        self.steps: list[Step] = []
+        self._first = self._first_change = 0
+        self._issued: dict[tuple[str, str], int] = {}
+        self._issued_before: dict[int, dict[tuple[str, str], int]] = {}
+
+    def cut(self, label: str, kept_for: MemoryKind) -> Segment:
+        """What was noted since the last cut."""
+        events = tuple(self.recorder.events[self._first :])
+        memory = self.meter.curve(self._first, self._first_change, kept_for)
+        segment = Segment(events, memory)
+        self._issued_before[id(segment)] = self._issued
+        self._issued = dict(self.recorder.issued)
+        self._first, self._first_change = len(self.recorder.events), len(self.meter.changes)
+        if events or memory.places:
+            self.steps.append(Step(label, segment))
+        return segment
+
+    def repeat(self, label: str, segment: Segment) -> None:
+        """The segment happens again."""
+        self.cut(PIPELINE, MemoryKind.MESSAGES)
+        self.steps.append(Step(label, segment))
+        for key, count in segment.issues.items():
+            self.recorder.repeat(key, self._issued_before[id(segment)].get(key, 0), count)
+        self._issued = dict(self.recorder.issued)
+        self.meter.live_bytes += segment.growth
+
+
+class _Again(Function):
+    """Stands for a chunk's forward and backward on one more microbatch."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, chunk: TracedChunk, microbatch: int) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.chunk = hidden.shape, hidden.dtype, chunk
+        return chunk.imagined(chunk.output_shape, chunk.output_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        if ctx.shape == torch.Size(()):
+            return None, None, None
+        return ctx.chunk.imagined(ctx.shape, ctx.dtype), None, None
+
+
+class TracedChunk:
+    """A model stage that is run for some microbatches, and repeated for the others."""
+
+    def __init__(self, inner: PipelineChunk, index: int, microbatches: int, tape: Tape, repeat: bool) -> None:
+        self._inner, self._index, self._tape = inner, index, tape
+        self._last, self._repeat = microbatches - 1, repeat
+        self._forward: Segment | None = None
+        self._backward: Segment | None = None
+        self._inputs: dict[int, Tensor] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
+        self.output_shape, self.output_dtype = torch.Size(()), torch.float32
+
+    def _runs(self, microbatch: int) -> bool:
+        return not self._repeat or microbatch in (0, 1, 2, self._last)
+
+    def imagined(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor that the repeated segment has counted already."""
+        tensor = self._tape.meter.unmetered(lambda: torch.empty(shape, dtype=dtype))
+        self._tape.meter.kind_of[self._tape.meter.adopt(tensor)] = MemoryKind.MESSAGES
+        return tensor
+
+    def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
+        label = f"{self._index}F{microbatch}"
+        if not self._runs(microbatch):
+            assert self._forward is not None, "microbatch 2 comes before those that repeat it"
+            self._tape.repeat(label, self._forward)
+            again: Tensor = _Again.apply(self._anchor if hidden is None else hidden, self, microbatch)  # type: ignore[no-untyped-call]
+            return again
+        self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
+        output = self._inner.forward(hidden, microbatch)
+        self._keep_as_message(output)
+        self._forward = self._tape.cut(label, MemoryKind.ACTIVATIONS)
+        self.output_shape, self.output_dtype = output.shape, output.dtype
+        if hidden is not None:
+            self._inputs[microbatch] = hidden
+        return output
+
+    def before_backward(self, microbatch: int) -> None:
+        self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
+        if self._runs(microbatch):
+            self._inner.before_backward(microbatch)
+        else:
+            assert self._backward is not None, "microbatch 2 comes before those that repeat it"
+            self._tape.repeat(f"{self._index}B{microbatch}", self._backward)
+
+    def after_backward(self, microbatch: int) -> None:
+        if not self._runs(microbatch):
+            return
+        self._inner.after_backward(microbatch)
+        hidden = self._inputs.pop(microbatch, None)
+        if hidden is not None and hidden.grad is not None:
+            self._keep_as_message(hidden.grad)
+        self._backward = self._tape.cut(f"{self._index}B{microbatch}", MemoryKind.BUCKETS)
+
+    def _keep_as_message(self, tensor: Tensor) -> None:
+        number = self._tape.meter.number_of(tensor)
+        if number is not None:
+            self._tape.meter.kind_of.setdefault(number, MemoryKind.MESSAGES)
+
+
+def classify(step: TrainingStep, meter: Meter) -> None:
+    """Says what the storages of a rank's model states are held for."""
+    assert isinstance(step.data_parallel, ZeroDataParallel)
+    for bucket in step.data_parallel.buckets:
+        whole = MemoryKind.GATHERED if bucket.stage == 3 else MemoryKind.PARAMETERS
+        kinds = [
+            (bucket.parameters, whole),
+            (bucket.gradient_shard, MemoryKind.GRADIENTS),
+            (bucket.shard, MemoryKind.PARAMETERS),
+            (bucket.master, MemoryKind.OPTIMIZER),
+        ]
+        for tensor, kind in kinds:
+            number = meter.number_of(tensor)
+            if number is not None:
+                meter.kind_of.setdefault(number, kind)
+
+
+def gradient_labels(step: TrainingStep, recorder: Recorder) -> None:
+    """Lets the recorder say which bucket's gradient a reduction is of."""
+    assert isinstance(step.data_parallel, ZeroDataParallel)
+    sized: dict[int, list[tuple[int, Bucket]]] = {}
+    for index, bucket in enumerate(step.data_parallel.buckets):
+        sized.setdefault(bucket.padded_elements, []).append((index, bucket))
+
+    def find(tensor: Tensor) -> int:
+        same = sized.get(tensor.numel(), ())
+        return next((index for index, bucket in same if bucket.holds_gradient(tensor)), -1)
+
+    recorder.gradient_of = find
+
+
+def gradient_rules(step: TrainingStep) -> tuple[GradientRule, ...]:
+    """How often each bucket's gradient must be reduced over dp in one step."""
+    data_parallel = step.data_parallel
+    assert isinstance(data_parallel, ZeroDataParallel)
+    if data_parallel.group.size == 1:
+        return ()
+    reductions = step.plan.microbatches if data_parallel.stage >= 2 else 1
+    return tuple(
+        GradientRule(index, data_parallel.group.name, bucket.padded_elements, reductions)
+        for index, bucket in enumerate(data_parallel.buckets)
+    )
+
+
+def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
+    """Batches of the right shape. documents: rows hold several, so that attention is masked."""
+    shape = plan.microbatch_size, plan.sequence_length
+
+    def ids() -> Tensor:
+        return torch.empty(shape, dtype=torch.int64)
+
+    return [
+        Batch(tokens_BL=ids(), labels_BL=ids(), positions_BL=ids(), documents_BL=ids() if documents else None)
+        for _ in range(plan.microbatches)
+    ]
+
+
+def record_step(
+    plan: StepPlan,
+    topology: Topology,
+    inner: World,
+    *,
+    dry: bool,
+    repeat: bool,
+    batches: Sequence[Batch],
+    known: Known | None = None,
+) -> tuple[Program, TrainingStep, Meter]:
+    """The program of the world's rank in a step of a run under way (its second): events, bytes, rules."""
+    recorder = Recorder()
+    world = RecordingWorld(inner, recorder)
+    meter = Meter(recorder, dry=dry, known=known)
+    with meter:
+        tape = Tape(recorder, meter)
+        mesh = build_mesh(world, topology)
+        step = TrainingStep(plan, mesh)
+        setup = Segment(tuple(e for e in recorder.events if isinstance(e, Communicate | Wait)))
+        classify(step, meter)
+        for number in meter.alive:
+            meter.kind_of.setdefault(number, MemoryKind.OTHER)
+        if dry:
+            step.optimizer.step(0.0, torch.ones(()))  # the moments exist from the first update on
+        else:
+            step.train(batches, 1e-3)
+        for number in meter.alive:
+            meter.kind_of.setdefault(number, MemoryKind.OPTIMIZER)
+        held = meter.held()
+        gradient_labels(step, recorder)
+        recorder.forget()
+        meter.changes.clear()
+        meter.peak_bytes = meter.live_bytes
+        step.pipeline.chunks = tuple(
+            TracedChunk(chunk, index, plan.microbatches, tape, repeat)
+            for index, chunk in enumerate(step.pipeline.chunks)
+        )
+        step.train(batches, 1e-3)
+        step.pipeline.chunks = ()
+        tape.cut("update", MemoryKind.TEMPORARIES)
+    program = Program((Step(SETUP, setup), *tape.steps), gradient_rules(step), held)
+    return program, step, meter
+
+
+def trace_rank(
+    plan: StepPlan,
+    topology: Topology,
+    rank: int,
+    *,
+    repeat: bool = True,
+    documents: bool = False,
+    known: Known | None = None,
+) -> TracedRank:
+    """What `rank` does in one step, without any other rank, data or memory. fully_shard cannot be traced.
+
+    known: calls understood while other ranks were traced
+    """
+    world = TraceWorld(rank, topology.world_size)
+    plan = replace(plan, seed=None)
+    program, step, _ = record_step(
+        plan,
+        topology,
+        world,
+        dry=True,
+        repeat=repeat,
+        batches=imagined_batches(plan, documents),
+        known=known,
+    )
+    assert isinstance(step.data_parallel, ZeroDataParallel)
+    return TracedRank(
+        program=program,
+        partitions=world.partitions,
+        pieces=tuple((b.padded_elements, b.pieces) for b in step.data_parallel.buckets),
+        stage=step.data_parallel.stage,
+    )
