@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import signal
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.config import (
@@ -30,9 +26,10 @@ from triaxis.engine.faults.saving import Counters, Saver
 from triaxis.engine.faults.supervision import Supervision, Watch, agree
 from triaxis.engine.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.optimizer import UpdateRule
-from triaxis.engine.peak import peak_flops, peak_memory_bytes
+from triaxis.engine.peak import peak_memory_bytes
 from triaxis.engine.plot import plot_run
 from triaxis.engine.progress import Progress
+from triaxis.engine.rates import Rates
 from triaxis.engine.step import StepPlan, StepResult, TrainingStep
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import Mesh, build_mesh
@@ -112,27 +109,6 @@ def open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str
         data_size=mesh.dp.size,
         vocab_size=resolved.model.vocab_size,
     )
-
-
-class _Rates:
-    """Tokens and FLOPs per second since the run began to train."""
-
-    def __init__(self, config: RunConfig, resolved: ResolvedRun, world: World, dtype: torch.dtype) -> None:
-        self._flops_per_token = resolved.model.flops_per_token(config.seq)
-        self._tokens = resolved.global_batch * config.seq
-        peak = peak_flops(world.device, dtype) if world.rank == 0 else None
-        devices = world.size if world.device.type == "cuda" else min(world.size, os.cpu_count() or 1)
-        self._peak_flops = None if peak is None else peak * devices
-        self._start = time.perf_counter()
-
-    def of_step(self) -> tuple[float, float | None]:
-        """(tokens/s, MFU) of the step that just ended; MFU is None where the device's peak is not known."""
-        now = time.perf_counter()
-        tokens_per_second = self._tokens / (now - self._start)
-        self._start = now
-        if self._peak_flops is None:
-            return tokens_per_second, None
-        return tokens_per_second, tokens_per_second * self._flops_per_token / self._peak_flops
 
 
 def train(
@@ -217,9 +193,9 @@ class _Run:
         metrics: MetricsWriter,
         progress: Progress,
     ) -> Summary:
-        rates = _Rates(self._config, self._resolved, self._mesh.world, self._training.pipeline.dtype)
+        rates = Rates(self._config, self._resolved, self._mesh.world, self._training.pipeline.dtype)
         eval_loss: float | None = None
-        asked = 0
+        asked = time_due = 0
         saves = self._resolved.save_strategy != SaveStrategy.NO
         with self._interruption.looked_at() if saves else nullcontext():
             while counters.step < total_steps and not asked:
@@ -227,7 +203,8 @@ class _Run:
                 eval_loss = row.eval_loss
                 metrics.write(row)
                 progress.update(row)
-                asked, time_due = agree(self._mesh, self._interruption.signal, int(saver.time_due()))
+                if saves:
+                    asked, time_due = agree(self._mesh, self._interruption.signal, int(saver.time_due()))
                 if saver.after_step(
                     counters,
                     eval_loss,
@@ -245,7 +222,7 @@ class _Run:
             signal=asked if counters.step < total_steps else 0,
         )
 
-    def _step(self, counters: Counters, total_steps: int, rates: _Rates) -> StepRow:
+    def _step(self, counters: Counters, total_steps: int, rates: Rates) -> StepRow:
         """Step `counters.step` (from 0), and the evaluation after it if one is due."""
         config, mesh, number = self._config, self._mesh, counters.step
         learning_rate = learning_rate_at(

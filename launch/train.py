@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, resolve, run_directory
+from triaxis.engine.faults.interruption import EXIT_REQUEUE
 from triaxis.engine.faults.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
 from triaxis.launch.environment import Launch, LaunchError, read_launch
@@ -93,8 +95,17 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
+def _end_early(number: int, frame: object) -> None:
+    """SIGTERM or SIGUSR1 while the program still loads."""
+    if _speaks(os.environ):
+        print(f"{signal.Signals(number).name} before the first step: nothing to save", file=sys.stderr)
+    _end(EXIT_REQUEUE)
+
+
 def command() -> None:
     """The console script."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _end_early)
     try:
         code = main()
     except KeyboardInterrupt:
