@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from triaxis.engine.config import ConfigError, RunConfig, resolve
@@ -170,12 +169,11 @@ def faults_here(config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 def recovery_flags(flags: Sequence[str]) -> tuple[str, ...]:
     """What lets a restarted run go on: checkpoints, and resuming from the newest; not where the flags say otherwise."""
-    known = {field.name for field in fields(RunConfig)}
     given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
     wanted: tuple[str, ...] = ()
-    if "save_strategy" in known and not given & {"save_strategy", "save_steps", "save_minutes"}:
+    if not given & {"save_strategy", "save_steps", "save_minutes"}:
         wanted += ("--save_strategy", "steps", "--save_steps", "500")
-    if "resume" in known and "resume" not in given:
+    if "resume" not in given:
         wanted += ("--resume", "auto")
     return wanted
 

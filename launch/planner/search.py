@@ -26,6 +26,9 @@ RECOMPUTES = (Recompute.NONE, Recompute.FULL)
 REPRICED = 8
 """How many of the fastest are priced again by simulation."""
 
+EQUAL = 0.02
+"""Times closer than this are told apart by nothing here; then the simpler layout is chosen."""
+
 MEMORY_ERROR = 0.05
 TIME_ERROR = 0.20
 """Nine of ten published runs lie within this share of the closed forms (docs/accuracy.md)."""
@@ -108,8 +111,12 @@ class Plan:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest of those that fit surely, or else of those that fit."""
-        return self.fitting[0] if self.fitting else None
+        """The simplest of those as fast as the fastest to within 2%, which the forms cannot tell apart."""
+        if not self.fitting:
+            return None
+        first = self.fitting[0]
+        equals = (one for one in self.fitting if _as_good(one, first))
+        return min(equals, key=lambda one: (one.layout.tp * one.layout.pp, *by_preference(one)))
 
 
 def search(request: Request) -> Plan:
@@ -117,12 +124,12 @@ def search(request: Request) -> Plan:
     found = tuple(candidates(request))
     if not found:
         raise ConfigError(_no_topology(request))
-    fitting = tuple(sorted((one for one in found if one.fits), key=_preference))
+    fitting = tuple(sorted((one for one in found if one.fits), key=by_preference))
     fitting = _repriced(fitting)
     return Plan(request=request, candidates=found, fitting=fitting, pareto=pareto(fitting))
 
 
-def _preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, int]:
+def by_preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, int]:
     """Tensor parallelism inside a node before across nodes, which no published run does, so that nothing vouches for
     its price; surely fitting before perhaps; then time; then the simpler one."""
     layout = candidate.layout
@@ -133,6 +140,13 @@ def _preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, int
         layout.zero,
         layout.recompute == Recompute.FULL,
         layout.tp * layout.pp,
+    )
+
+
+def _as_good(candidate: Candidate, first: Candidate) -> bool:
+    return (
+        by_preference(candidate)[:2] == by_preference(first)[:2]
+        and candidate.seconds <= (1 + EQUAL) * first.seconds
     )
 
 
@@ -230,16 +244,14 @@ def _chunks(request: Request, pp: int, microbatches: int) -> tuple[int, ...]:
     return tuple(chunks for chunks in VIRTUAL_STAGES if request.model.layers % (pp * chunks) == 0)
 
 
-def lightest(request: Request) -> Candidate | None:
-    """The legal layout that needs the least memory: everything sharded and recomputed, one sequence at a time."""
+def lightest(request: Request) -> tuple[Candidate, ...]:
+    """The legal layouts that need least: everything sharded and recomputed, one sequence at a time; lightest first."""
     found = (
         candidate
-        for candidate in candidates(request, zeros=(3,))
-        if candidate.layout.microbatch == 1
-        and candidate.layout.recompute == Recompute.FULL
-        and candidate.layout.virtual_stages == 1
+        for candidate in candidates(request, zeros=(3,), max_microbatch=1)
+        if candidate.layout.recompute == Recompute.FULL and candidate.layout.virtual_stages == 1
     )
-    return min(found, key=lambda one: one.memory_bytes, default=None)
+    return tuple(sorted(found, key=lambda one: one.memory_bytes))
 
 
 def _no_topology(request: Request) -> tuple[str, ...]:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.hardware import Hardware
-from triaxis.launch.planner.search import Candidate, Request, candidates, search
+from triaxis.launch.planner.search import EQUAL, Candidate, Request, candidates, search
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
 
 LAYER_PARAMETERS: Final = 1 << 28
 STAGE_LAYERS: Final = 50
-EQUAL: Final = 0.02
 
 DENSE_671B: Final = ModelConfig(
     name="dense-671b",

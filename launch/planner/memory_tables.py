@@ -1,0 +1,155 @@
+"""The memory tables that people know, recomputed: model states under DDP, ZeRO and FSDP as four engines hold them, and
+how many accelerators a model needs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.planner.layout import DEEPSPEED, FSDP, MEGATRON, TRIAXIS, Layout, Software
+from triaxis.launch.planner.memory import memory
+from triaxis.launch.planner.search import Candidate, Request, by_preference, candidates, lightest
+from triaxis.launch.planner.shapes import shape_of
+from triaxis.launch.planner.table import DENSE_671B, QWEN_1_8B
+from triaxis.models.config import ModelConfig
+from triaxis.models.presets import load_config
+
+MODELS: Final = {
+    "1.8B": QWEN_1_8B,
+    "7B": load_config("llama2-7b"),
+    "13B": load_config("llama2-13b"),
+    "70B": load_config("llama2-70b"),
+    "671B": DENSE_671B,
+}
+
+ENGINES: Final = {"triaxis": TRIAXIS, "Megatron-LM": MEGATRON, "DeepSpeed": DEEPSPEED, "PyTorch FSDP": FSDP}
+NAMES: Final = {
+    "triaxis": ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"),
+    "Megatron-LM": ("DDP", "distributed optimizer", None, None),
+    "DeepSpeed": ("stage 0", "stage 1", "stage 2", "stage 3"),
+    "PyTorch FSDP": ("DDP / NO_SHARD", None, "SHARD_GRAD_OP", "FULL_SHARD"),
+}
+"""What each engine calls ZeRO's stages 0 to 3; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Model states of one rank, in bytes, as one engine holds them at one stage; buffers: gathered and under way."""
+
+    engine: str
+    stage: int
+    name: str
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+def model_states(model: ModelConfig, ranks: int, hardware: Hardware) -> Iterator[States]:
+    """Every engine and stage, for a model replicated over `ranks` (pure data parallelism)."""
+    for engine, software in ENGINES.items():
+        for stage, name in enumerate(NAMES[engine]):
+            if name is not None:
+                yield _states(model, ranks, hardware, engine, software, stage, name)
+
+
+def _states(
+    model: ModelConfig, ranks: int, hardware: Hardware, engine: str, software: Software, stage: int, name: str
+) -> States:
+    layout = Layout(
+        shape=shape_of(model),
+        hardware=hardware,
+        dp=ranks,
+        microbatch=1,
+        global_batch=ranks,
+        sequence=1,
+        zero=stage,
+        software=software,
+    )
+    held = memory(layout)
+    return States(
+        engine=engine,
+        stage=stage,
+        name=name,
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        buffers=held.buffers,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Accelerators for a model. least: the fewest that can hold it at all, everything sharded and recomputed;
+    recommended: the fewest that train it without ZeRO-3 and without recompute, with the error of the forms to spare."""
+
+    name: str
+    model: ModelConfig
+    least: Candidate | None
+    recommended: Candidate | None
+
+
+def needs(hardware: Hardware, seq: int, models: dict[str, ModelConfig] | None = None) -> Iterator[Need]:
+    """The counts for each model, sequences of `seq` tokens; None where COUNTS has too few."""
+    for name, model in (MODELS if models is None else models).items():
+        yield Need(
+            name=name,
+            model=model,
+            least=least_accelerators(model, model.name, hardware, seq),
+            recommended=_recommended(model, hardware, seq),
+        )
+
+
+def counts(hardware: Hardware, largest: int = 16384) -> Iterator[int]:
+    """1, 2, 4, … up to a node, then whole nodes: 1, 2, 3, 4, 6, 8, 12, 16, … of them."""
+    node, count = hardware.gpus_per_node, 1
+    while count < node:
+        yield count
+        count *= 2
+    nodes = 1
+    while nodes * node <= largest:
+        yield nodes * node
+        if nodes > 1 and nodes * node * 3 // 2 <= largest:
+            yield nodes * node * 3 // 2
+        nodes *= 2
+
+
+def least_accelerators(
+    model: ModelConfig, name: str, hardware: Hardware, seq: int, dtype: str = "bf16"
+) -> Candidate | None:
+    """The fewest accelerators that hold the model at all, everything sharded and recomputed; None if 16,384 do not."""
+    for count in counts(hardware):
+        fitting = [one for one in lightest(_request(model, name, hardware, seq, count, dtype)) if one.fits]
+        if fitting:
+            return min(fitting, key=by_preference)
+    return None
+
+
+def _recommended(model: ModelConfig, hardware: Hardware, seq: int) -> Candidate | None:
+    for count in counts(hardware):
+        request = _request(model, model.name, hardware, seq, count, "bf16")
+        found = [
+            one
+            for one in candidates(request, zeros=(0, 1, 2), max_microbatch=1)
+            if one.fits_surely
+            and one.layout.recompute == "none"
+            and one.layout.virtual_stages == 1
+            and one.layout.tp <= hardware.gpus_per_node
+        ]
+        if found:
+            return min(found, key=by_preference)
+    return None
+
+
+def _request(model: ModelConfig, name: str, hardware: Hardware, seq: int, count: int, dtype: str) -> Request:
+    """Four sequences a step for each accelerator, so that any topology has microbatches."""
+    longest = replace(model, max_positions=max(seq, model.max_positions))
+    return Request(
+        model=longest, name=name, hardware=hardware, gpus=count, seq=seq, global_batch=4 * count, dtype=dtype
+    )

@@ -1,0 +1,318 @@
+"""A plan as JSON for programs and as tables for people. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from triaxis.launch.planner.explain import PARTS, Explanation, difference, gigabytes, parts, seconds_text
+from triaxis.launch.planner.layout import Recompute
+from triaxis.launch.planner.memory_tables import Need, States
+from triaxis.launch.planner.recommended import Recommendation
+from triaxis.launch.planner.search import MEMORY_ERROR, TIME_ERROR, Candidate, Plan
+from triaxis.launch.planner.table import Row
+
+DAY_SECONDS = 86400.0
+
+
+def mfu(candidate: Candidate) -> float:
+    """Model FLOPs over the accelerators' peak (causal attention counted by half, recompute not counted)."""
+    layout = candidate.layout
+    flops = layout.shape.flops_per_token(layout.sequence)
+    return flops * candidate.time.tokens_per_s_per_gpu / layout.hardware.peak(layout.dtype)
+
+
+def length(candidate: Candidate, tokens: float, price: float | None) -> tuple[float, float | None]:
+    """(days, cost) of training on `tokens`; price: of one accelerator for an hour."""
+    layout = candidate.layout
+    seconds = tokens / (candidate.time.tokens_per_s_per_gpu * layout.gpus)
+    return seconds / DAY_SECONDS, None if price is None else price * layout.gpus * seconds / 3600
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """Everything about one layout, in bytes and seconds; errors are the half-widths of the 90% bars."""
+    layout = candidate.layout
+    return {
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "zero": layout.zero,
+        "microbatch": layout.microbatch,
+        "recompute": layout.recompute == Recompute.FULL,
+        "schedule": layout.schedule if layout.pp > 1 else None,
+        "virtual_stages": layout.virtual_stages,
+        "sp": layout.sequence_parallel,
+        "memory_bytes": candidate.memory_bytes,
+        "memory_error_bytes": MEMORY_ERROR * candidate.memory.reserved,
+        "memory": candidate.memory.by_category(),
+        "fits": candidate.fits,
+        "fits_surely": candidate.fits_surely,
+        "step_seconds": candidate.seconds,
+        "step_error_seconds": TIME_ERROR * candidate.seconds,
+        "time": parts(candidate.time),
+        "tokens_per_s_per_gpu": candidate.time.tokens_per_s_per_gpu,
+        "mfu": mfu(candidate),
+    }
+
+
+def row_json(row: Row, published: Iterable[Recommendation]) -> dict[str, Any]:
+    """A row of the decision table."""
+    return {
+        "model": row.size.name,
+        "gpus": row.size.gpus,
+        "parameters": row.size.model.parameters(),
+        "note": row.size.note,
+        **candidate_json(row.candidate),
+        "best": None if row.best is None else candidate_json(row.best),
+        "reason": reason(row),
+        "published": [one.as_json() for one in published],
+    }
+
+
+def reason(row: Row) -> str:
+    """Why the planner's own best differs from the row, or that it does not."""
+    if row.best is None:
+        return "nothing fits"
+    if row.best.topology == row.candidate.topology:
+        return "the same topology"
+    if not row.candidate.fits:
+        return "the row does not fit"
+    return f"the row takes {difference(row.best, row.candidate)}"
+
+
+def plan_json(
+    plan: Plan, chosen: Candidate | None, command: str | None, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A whole plan; `chosen` None where nothing fits."""
+    request = plan.request
+    return {
+        "request": {
+            "model": request.name,
+            "parameters": request.model.parameters(),
+            "gpus": request.gpus,
+            "hardware": request.hardware.name,
+            "memory_bytes": request.hardware.memory_bytes,
+            "seq": request.seq,
+            "global_batch": request.global_batch,
+            "dtype": request.dtype,
+        },
+        "priced": len(plan.candidates),
+        "fitting": len(plan.fitting),
+        "best": None if chosen is None else candidate_json(chosen),
+        "pareto": [candidate_json(one) for one in plan.pareto],
+        "command": command,
+        **extra,
+    }
+
+
+def explanation_json(found: Explanation) -> dict[str, Any]:
+    """Why one layout lost."""
+    return {
+        "wish": dict(found.wish),
+        "verdict": found.verdict,
+        "layout": None if found.candidate is None else candidate_json(found.candidate),
+    }
+
+
+def layout_cells(candidate: Candidate) -> tuple[str, ...]:
+    """dp, tp, pp, ZeRO, microbatch, recompute, chunks of a layout."""
+    layout = candidate.layout
+    return (
+        str(layout.dp),
+        str(layout.tp),
+        str(layout.pp),
+        str(layout.zero),
+        str(layout.microbatch),
+        "yes" if layout.recompute == Recompute.FULL else "no",
+        str(layout.virtual_stages) if layout.virtual_stages > 1 else "–",
+    )
+
+
+LAYOUT_COLUMNS = ("dp", "tp", "pp", "ZeRO", "micro-\nbatch", "re-\ncompute", "chunks")
+
+
+def choice_view(candidate: Candidate, tokens: float | None, price: float | None) -> RenderableType:
+    """The chosen layout: memory by category, step by part."""
+    hardware = candidate.layout.hardware
+    lines = Table.grid(padding=(0, 2))
+    held = candidate.memory
+    told = ", ".join(f"{name} {gigabytes(size)}" for name, size in held.by_category().items() if size >= 5e7)
+    spare = "" if candidate.fits_surely else f" ({_fitting(candidate)})"
+    lines.add_row("layout", Text(str(candidate), style="bold"))
+    lines.add_row(
+        "memory",
+        f"{gigabytes(held.total)} ± {gigabytes(MEMORY_ERROR * held.reserved)} of "
+        f"{gigabytes(hardware.memory_bytes)}{spare}: {told}",
+    )
+    lines.add_row(
+        "step",
+        f"{seconds_text(candidate.seconds)} ± {seconds_text(TIME_ERROR * candidate.seconds)}: "
+        + ", ".join(
+            f"{name} {seconds_text(part)}" for name, part in parts(candidate.time).items() if part > 0.0005
+        ),
+    )
+    lines.add_row(
+        "speed",
+        f"{candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+        f"{candidate.time.tokens_per_s_per_gpu * candidate.layout.gpus:,.0f} in all, MFU {mfu(candidate):.0%}",
+    )
+    if tokens:
+        days, cost = length(candidate, tokens, price)
+        lines.add_row(
+            "length",
+            f"{days:,.1f} ± {TIME_ERROR * days:,.1f} days for {tokens:,.3g} tokens"
+            + ("" if cost is None else f", {cost:,.0f} at {price:g} a GPU-hour"),
+        )
+    return lines
+
+
+def pareto_view(candidates: Iterable[Candidate], most: int) -> RenderableType:
+    """Those that no other beats in both memory and time."""
+    table = Table(box=None, header_style="bold")
+    for column in (*LAYOUT_COLUMNS, "step", "memory", "left"):
+        table.add_column(column, justify="right")
+    for one in list(candidates)[:most]:
+        table.add_row(
+            *layout_cells(one),
+            f"{seconds_text(one.seconds)} ± {TIME_ERROR:.0%}",
+            f"{gigabytes(one.memory_bytes)} ± {MEMORY_ERROR:.0%}",
+            gigabytes(one.margin_bytes),
+        )
+    return table
+
+
+def table_view(rows: Iterable[tuple[Row, tuple[Recommendation, ...]]]) -> RenderableType:
+    """The decision table, and under each row the planner's own best and what others publish."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("model")
+    for column in ("GPUs", *LAYOUT_COLUMNS, "GB", "tokens/s\na GPU", "MFU"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    notes: list[str] = []
+    for row, published in rows:
+        mark = "*" if row.size.note else ""
+        notes += [f"* {row.size.note}"] if mark else []
+        table.add_row(
+            row.size.name + mark,
+            str(row.size.gpus),
+            *_priced(row.candidate),
+            _fitting(row.candidate),
+            style="bold",
+        )
+        if row.best is not None:
+            table.add_row("  search", "", *_priced(row.best), reason(row))
+        for one in published:
+            cells = (str(one.dp or "–"), str(one.tp), str(one.pp), "–", str(one.microbatch or "–"), "–")
+            table.add_row(
+                "  published",
+                str(one.gpus),
+                *cells,
+                str(one.virtual_stages or "–"),
+                "",
+                "",
+                "",
+                one.text,
+                style="dim",
+            )
+    return Group(table, *notes)
+
+
+def _priced(candidate: Candidate) -> tuple[str, ...]:
+    return (
+        *layout_cells(candidate),
+        f"{candidate.memory_bytes / 1e9:.1f}",
+        f"{candidate.time.tokens_per_s_per_gpu:,.0f}",
+        f"{mfu(candidate):.0%}",
+    )
+
+
+def _fitting(candidate: Candidate) -> str:
+    if candidate.fits_surely:
+        return "fits"
+    return (
+        "fits, but only within the error" if candidate.fits else f"lacks {gigabytes(-candidate.margin_bytes)}"
+    )
+
+
+def memory_view(rows: Iterable[Row]) -> RenderableType:
+    """The rows' memory by category."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    found = list(rows)
+    table.add_column("GB a GPU")
+    for row in found:
+        table.add_column(row.size.name, justify="right")
+    for name in found[0].candidate.memory.by_category():
+        table.add_row(name, *(f"{row.candidate.memory.by_category()[name] / 1e9:.1f}" for row in found))
+    return table
+
+
+def states_view(states: Iterable[States]) -> RenderableType:
+    """Model states by engine and stage."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("engine", "stage"):
+        table.add_column(column)
+    for column in ("parameters", "gradients", "optimizer", "buffers", "GB a GPU"):
+        table.add_column(column, justify="right")
+    engine = ""
+    for one in states:
+        cells = (one.parameters, one.gradients, one.optimizer, one.buffers, one.total)
+        table.add_row(
+            "" if one.engine == engine else one.engine, one.name, *(f"{cell / 1e9:.1f}" for cell in cells)
+        )
+        engine = one.engine
+    return table
+
+
+def needs_view(needs: Iterable[Need]) -> RenderableType:
+    """Least and recommended accelerators by model."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("model")
+    for column in ("parameters", "states"):
+        table.add_column(column, justify="right")
+    for column in ("least", "recommended"):
+        table.add_column(column)
+    for need in needs:
+        count = need.model.parameters()
+        table.add_row(
+            need.name,
+            f"{count / 1e9:,.1f} B",
+            f"{18 * count / 1e9:,.0f} GB",
+            _need(need.least),
+            _need(need.recommended),
+        )
+    return table
+
+
+def _need(candidate: Candidate | None) -> str:
+    if candidate is None:
+        return "more than 16,384"
+    return f"{candidate.layout.gpus} ({candidate}, {gigabytes(candidate.memory_bytes)})"
+
+
+def explanation_view(found: Explanation) -> RenderableType:
+    """Why one layout lost, with its numbers."""
+    wish = ",".join(
+        f"{key}={'yes' if value is True else 'no' if value is False else value}"
+        for key, value in found.wish.items()
+    )
+    told: list[RenderableType] = [Text(f"{wish} {found.verdict}", style="bold")]
+    if found.candidate is not None:
+        told.append(choice_view(found.candidate, None, None))
+    return Group(*told)
+
+
+def legend() -> str:
+    """What the parts of a step are."""
+    return "; ".join(
+        f"{name}: {meaning}" for name, meaning in PARTS.items() if name not in ("context", "expert")
+    )
+
+
+def console() -> Console:
+    """Numbers keep their one colour; a pipe gets wide lines."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=160)

@@ -1,0 +1,41 @@
+"""A priced layout as flags of triaxis.launch.train, and a model as a file that --model takes. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import MISSING, fields
+
+from triaxis.launch.planner.layout import Recompute
+from triaxis.launch.planner.search import Candidate, Request
+from triaxis.models.config import ModelConfig
+
+
+def run_flags(request: Request, candidate: Candidate, tokens: float | None = None) -> tuple[str, ...]:
+    """The flags that start this layout; tokens: the run's length, in whole steps."""
+    layout = candidate.layout
+    flags = [
+        *("--model", request.name, "--seq", str(request.seq), "--global_batch", str(request.global_batch)),
+        *("--per_device_train_batch_size", str(layout.microbatch)),
+        *("--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp), "--zero", str(layout.zero)),
+        *("--dtype", request.dtype),
+    ]
+    if layout.sequence_parallel:
+        flags.append("--sp")
+    if layout.recompute == Recompute.FULL:
+        flags.append("--recompute")
+    if layout.virtual_stages > 1:
+        flags += ["--schedule", "interleaved", "--virtual_stages", str(layout.virtual_stages)]
+    if tokens is not None:
+        flags += ["--steps", str(math.ceil(tokens / (request.global_batch * request.seq)))]
+    return tuple(flags)
+
+
+def model_toml(model: ModelConfig) -> str:
+    """The model's fields, those that are not the default, as TOML."""
+    lines = []
+    for field in fields(ModelConfig):
+        value = getattr(model, field.name)
+        if field.default is MISSING or value != field.default:
+            lines.append(f"{field.name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
