@@ -34,7 +34,7 @@ from triaxis.engine.checkpoint.folder import (
     reading,
 )
 from triaxis.engine.checkpoint.manifest import read_manifest
-from triaxis.engine.checkpoint.planner import share_out, write_item
+from triaxis.engine.checkpoint.planner import StatePlanner, share_out, write_item
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from triaxis.engine.checkpoint.stored import StoredTensors
@@ -434,6 +434,12 @@ def test_an_asynchronous_save_holds_the_values_of_its_step(
     for number in range(2):
         one, other = (complete_checkpoints(tmp_path / name)[number] for name in ("later", "at once"))
         assert main(["diff", str(one), str(other)]) == 0
+
+
+def test_a_rank_without_a_share_stages_nothing() -> None:
+    planner = StatePlanner()
+    planner.set_up_planner({})
+    planner.stage(planner.create_local_plan())
 
 
 def test_a_failed_asynchronous_save_is_told_by_its_step_and_the_next_one_is_made(

@@ -35,7 +35,7 @@ from triaxis.engine.checkpoint.states import HeldTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}  # as safetensors names them
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-STAGING_ALIGNMENT_BYTES = 16
+STAGING_ALIGNMENT_BYTES = 64
 
 
 def write_item(
@@ -120,8 +120,9 @@ class StatePlanner(SavePlanner):
 
     def __init__(self) -> None:
         self._held: dict[str, HeldTensor] = {}
-        self._staged: dict[MetadataIndex, Tensor] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._is_staged = False
+        self._live_values: list[Tensor] = []
+        self._copies: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
         self,
@@ -148,31 +149,42 @@ class StatePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        staged = self._staged.get(write_item.index)
-        return self._live(write_item) if staged is None else staged
+        return self._copies[write_item.index] if self._is_staged else self._live(write_item)
 
     def _live(self, item: WriteItem) -> Tensor:
         return self._held[item.index.fqn].chunks[tuple(item_data(item).chunk.offsets)]
 
     @torch.no_grad()
     def stage(self, plan: SavePlan) -> None:
-        """Copies the plan's values into one buffer on the host (pinned beside a GPU), kept for the next time."""
-        views = [self._live(item) for item in plan.items]
-        sizes = [-(-view.nbytes // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES for view in views]
-        from_gpu = any(view.is_cuda for view in views)
-        if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=from_gpu)
-        first = 0
-        for item, view, size in zip(plan.items, views, sizes, strict=True):
-            place = self._buffer[first : first + view.nbytes].view(view.dtype).view(view.shape)
-            self._staged[item.index] = place.copy_(view, non_blocking=True)
-            first += size
-        if from_gpu:
-            torch.cuda.synchronize(views[0].device)
+        """Copies the plan's values to the host, into a buffer (pinned beside a GPU) that is kept for the next time.
+
+        plan: the same in every call
+        """
+        if not self._copies:
+            self._live_values = [self._live(item) for item in plan.items]
+            places = _places_for(self._live_values)
+            self._copies = {item.index: place for item, place in zip(plan.items, places, strict=True)}
+        if self._live_values:
+            torch._foreach_copy_(list(self._copies.values()), self._live_values, non_blocking=True)
+            if self._live_values[0].is_cuda:
+                torch.cuda.synchronize(self._live_values[0].device)
+        self._is_staged = True
 
     def unstage(self) -> None:
         """Values are live again."""
-        self._staged.clear()
+        self._is_staged = False
+
+
+def _places_for(values: list[Tensor]) -> list[Tensor]:
+    """Tensors like the values, side by side in one buffer on the host."""
+    sizes = [-(-value.nbytes // STAGING_ALIGNMENT_BYTES) * STAGING_ALIGNMENT_BYTES for value in values]
+    pinned = any(value.is_cuda for value in values)
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    parts = buffer.split(sizes)
+    return [
+        part[: value.nbytes].view(value.dtype).view(value.shape)
+        for part, value in zip(parts, values, strict=True)
+    ]
 
 
 class StateLoadPlanner(LoadPlanner):
