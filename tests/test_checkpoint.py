@@ -81,6 +81,7 @@ def random_layout(choose: random.Random) -> Layout:
         sp=choose.random() < 0.5,
         schedule=schedule,
         virtual_stages=virtual_stages,
+        recompute=choose.random() < 0.2,
         bucket_elements=choose.choice([500, 3000, 1 << 20]),
         order=choose.choice(["tp-pp-dp", "tp-dp-pp"]),
     )

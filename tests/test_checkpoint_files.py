@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -181,6 +182,20 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
     assert on_ranks(work, tmp_path) == [True, True]
 
 
+def test_the_optimizers_step_is_a_whole_number(tmp_path: Path) -> None:
+    """257 does not fit into bfloat16."""
+
+    def work(step: TrainingStep, store: CheckpointStore) -> tuple[int, set[float]]:
+        step.optimizer.resume_at(257)
+        store.save(state_at(300))
+        step.optimizer.resume_at(0)
+        load_newest(step, store)
+        states = [state for _, update, _ in step.optimizer._updates for state in update.state.values()]
+        return step.optimizer.steps, {float(state["step"]) for state in states}
+
+    assert on_ranks(work, tmp_path) == [(257, {257.0})] * 2
+
+
 def test_leftovers_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     leftover = tmp_path / FOLDER / ".tmp-step-00000009-dead"
@@ -205,15 +220,68 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     assert not torch.equal(before, after)
 
 
-def test_a_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:
-    save_steps(tmp_path, 5)
-    (tmp_path / FOLDER / "step-00000005").rename(tmp_path / FOLDER / "step-00000005.old")
-    assert on_ranks(load_newest, tmp_path) == [5, 5]
-    begin_folder(tmp_path / FOLDER, 6, "x")
-    assert len(complete_checkpoints(tmp_path)) == 1  # the only one of step 5 stays
-    save_steps(tmp_path, 5)
-    begin_folder(tmp_path / FOLDER, 6, "y")
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000005"]
+class Killed(BaseException):
+    """The process is gone: nothing catches this."""
+
+
+OPERATIONS = ("mkdir", "rename", "fsync", "unlink", "rmdir")
+
+
+def kill_before(patch: pytest.MonkeyPatch, number: int) -> None:
+    """From now on the n-th change to the file system does not happen, nor anything after it."""
+    done = 0
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            nonlocal done
+            done += 1
+            if done >= number:
+                raise Killed
+            return operation(*arguments, **options)
+
+        return run
+
+    for name in OPERATIONS:
+        patch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("second_step", [1, 2])
+def test_killed_between_any_two_operations_a_whole_checkpoint_is_left(
+    second_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 1 is saved; then step 2, or step 1 again, dies at one operation after the other until it lives."""
+
+    def main(world: World) -> int:
+        step = open_step(world, Layout(), MODEL, "adamw, clip 1", "fp32")
+        master = step.data_parallel.buckets[0].master
+        number = 0
+        while True:
+            number += 1
+            store = CheckpointStore(tmp_path / str(number), step)
+            master.fill_(1.0)
+            store.save(state_at(1))
+            master.fill_(2.0)
+            with monkeypatch.context() as patch:
+                kill_before(patch, number)
+                try:
+                    store.save(state_at(second_step))
+                    store.prune(1)
+                    lived = True
+                except Killed:
+                    lived = False
+            again = CheckpointStore(tmp_path / str(number), step)
+            for path in complete_checkpoints(tmp_path / str(number)):  # none of them is damaged
+                again.load(path)
+            assert float(master[0]) in ((2.0,) if lived else (1.0, 2.0)), number
+            master.fill_(3.0)
+            again.save(state_at(3))
+            again.prune(1)
+            assert [p.name for p in (tmp_path / str(number) / FOLDER).iterdir()] == ["step-00000003"], number
+            shutil.rmtree(tmp_path / str(number))
+            if lived:
+                return number
+
+    assert run_threads(1, main)[0] > 8
 
 
 # Damage.
@@ -603,3 +671,14 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.
             main([command, str(tmp_path)])
         assert ended.value.code == 2
     assert "must hold a complete checkpoint" in capsys.readouterr().err
+
+
+def test_looking_at_checkpoints_needs_no_torch() -> None:
+    names = (
+        "engine.checkpoint.folder",
+        "engine.checkpoint.manifest",
+        "engine.checkpoint.rectangles",
+        "launch.checkpoint",
+    )
+    lines = ["import sys", *(f"import triaxis.{name}" for name in names), "assert 'torch' not in sys.modules"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

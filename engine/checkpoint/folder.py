@@ -71,10 +71,10 @@ def begin_folder(folder: Path, step: int, mark: str) -> Path:
     """A new temporary folder for a save; what dead saves left is removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"step-*{REPLACED}"):
         if (path.with_suffix("") / MANIFEST).is_file():
-            shutil.rmtree(path)
+            _remove(path)
     temporary = folder / f"{TEMPORARY}{checkpoint_name(step)}-{mark}"
     temporary.mkdir()
     return temporary
@@ -85,11 +85,13 @@ def place_folder(temporary: Path, step: int) -> Path:
     path = temporary.parent / checkpoint_name(step)
     replaced = path.with_name(path.name + REPLACED)
     if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            _remove(replaced)
         path.rename(replaced)
     temporary.rename(path)
     sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced.exists():
+        _remove(replaced)
     return path
 
 
@@ -100,12 +102,11 @@ def prune_folders(folder: Path, keep: int) -> list[Path]:
     """
     complete = _complete_in(folder)
     best = [path for path in complete if (path / BEST).exists()][-1:]
-    removable = [path for path in complete[:-1] if path not in best]
     removed: list[Path] = []
-    for path in removable:
+    for path in complete[:-1]:
         if len(complete) - len(removed) <= keep:
             break
-        if _remove_unread(path):
+        if path not in best and _remove_unread(path):
             removed.append(path)
     return removed
 
@@ -116,10 +117,15 @@ def _remove_unread(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        doomed = path.with_name(f"{TEMPORARY}removed-{path.name}")
-        path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # what stays is a leftover
+        _remove(path)
     return True
+
+
+def _remove(path: Path) -> None:
+    """Not a checkpoint from one moment to the next, though its files go one by one."""
+    doomed = path.with_name(f"{TEMPORARY}removed-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager

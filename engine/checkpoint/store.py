@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -289,7 +289,8 @@ class CheckpointStore:
     def prune(self, keep: int | None) -> None:
         """Rank 0 deletes the oldest complete ones until `keep` are left; None keeps all. Does not communicate.
 
-        The newest, the best and those being read are never deleted.
+        The newest, the best and those being read are never deleted; what cannot be deleted waits for the next time.
         """
         if keep is not None and self._group.rank == 0:
-            prune_folders(self._directory / FOLDER, keep)
+            with suppress(OSError):
+                prune_folders(self._directory / FOLDER, keep)
