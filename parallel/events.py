@@ -47,7 +47,7 @@ class Communicate:
 
     elements: of the whole tensor (gathered, or before it is scattered), or of the message
     peer: the other side's place in the group, or the root's; -1 for neither
-    detail: what else the members must agree on (the partition of a new group)
+    detail: what else they must agree on (a new group's partition; what a pipeline message is: `F3 for stage 2`)
     gradient: the bucket whose gradient is reduced here; -1 for none
     varying: index into the rank's own `sizes`, which hold the elements instead; -1 where all ranks have the same
     """
@@ -70,9 +70,9 @@ class Communicate:
     def __str__(self) -> str:
         what = f"{self.operation} of {self.elements:,} {self.dtype}" if self.elements else self.operation
         whom = {"send": " to place ", "receive": " from place "}.get(self.operation, " of member ")
-        return (
-            f"{what}{f'{whom}{self.peer}' if self.peer >= 0 else ''} in group '{self.group}' at {self.site}"
-        )
+        peer = f"{whom}{self.peer}" if self.peer >= 0 else ""
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{what}{detail}{peer} in group '{self.group}' at {self.site}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Cluster:
 
     groups: each group's name and the partition of the ranks that it is
     program_of[rank]: an index into `programs`
-    sizes[rank]: elements of the rank's varying communications; sums[rank]: what its layouts declare them to be
+    sizes[rank]: elements of the rank's varying communications
     places[rank]: how to name the rank ("dp 0, pp 1, tp 1")
     """
 

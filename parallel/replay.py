@@ -305,10 +305,10 @@ class Replay:
         if not fits:
             return ()
         mine, yours = call.event, theirs.event
-        if (mine.dtype, mine.elements) != (yours.dtype, yours.elements):
+        if (mine.dtype, mine.elements, mine.detail) != (yours.dtype, yours.elements, yours.detail):
             self._fail(
                 "channels",
-                f"a message does not fit where it is received: {self._told(call)}; {self._told(theirs)}",
+                f"a message is not what is received: {self._told(call)}; {self._told(theirs)}",
                 call.owner,
                 theirs.owner,
             )

@@ -288,9 +288,11 @@ class Meter(TorchDispatchMode):
             self.alive[number] = nbytes
             self._change(number, delta)
 
-    def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage, if it is watched."""
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+    def keep(self, tensor: Tensor, kind: MemoryKind) -> None:
+        """Says what a tensor's storage is held for, if it is watched and nobody has said so."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            self.kind_of.setdefault(number, kind)
 
     def held(self) -> dict[MemoryKind, int]:
         """The bytes alive now, by what they are held for."""

@@ -6,7 +6,8 @@ those between do what the third did, so its recorded segment stands in for their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,21 +15,23 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.step import StepPlan, TrainingStep, build_stages
 from triaxis.engine.trace.meter import Known, Meter
 from triaxis.models.batch import Batch
 from triaxis.parallel.bucket import Bucket
-from triaxis.parallel.events import Communicate, GradientRule, MemoryKind, Program, Segment, Step, Wait
-from triaxis.parallel.group import World
-from triaxis.parallel.layout import ParameterLayout
+from triaxis.parallel.events import Communicate, Event, GradientRule, MemoryKind, Program, Segment, Step, Wait
+from triaxis.parallel.group import Group, World
+from triaxis.parallel.layout import ParameterLayout, named_layouts
 from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.pipeline import PipelineChunk
 from triaxis.parallel.recording import Recorder, RecordingWorld
+from triaxis.parallel.replay import ALONE
+from triaxis.parallel.schedule import Action, Kind
 from triaxis.parallel.topology import Topology
 from triaxis.parallel.trace_world import TraceWorld
 from triaxis.parallel.zero import ZeroDataParallel
 
-PIPELINE, SETUP = "pipeline", "setup"
+PIPELINE, SETUP, UPDATE = "pipeline", "setup", "update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +149,7 @@ class TracedChunk:
         self._backward = self._tape.cut(f"{self._index}B{microbatch}", MemoryKind.BUCKETS)
 
     def _keep_as_message(self, tensor: Tensor) -> None:
-        number = self._tape.meter.number_of(tensor)
-        if number is not None:
-            self._tape.meter.kind_of.setdefault(number, MemoryKind.MESSAGES)
+        self._tape.meter.keep(tensor, MemoryKind.MESSAGES)
 
 
 def classify(step: TrainingStep, meter: Meter) -> None:
@@ -163,9 +164,7 @@ def classify(step: TrainingStep, meter: Meter) -> None:
             (bucket.master, MemoryKind.OPTIMIZER),
         ]
         for tensor, kind in kinds:
-            number = meter.number_of(tensor)
-            if number is not None:
-                meter.kind_of.setdefault(number, kind)
+            meter.keep(tensor, kind)
 
 
 def gradient_labels(step: TrainingStep, recorder: Recorder) -> None:
@@ -193,6 +192,53 @@ def gradient_rules(step: TrainingStep) -> tuple[GradientRule, ...]:
         GradientRule(index, data_parallel.group.name, bucket.padded_elements, reductions)
         for index, bucket in enumerate(data_parallel.buckets)
     )
+
+
+def address_messages(steps: Sequence[Step], pp: Group) -> list[Step]:
+    """Notes in each pipeline message what it is (`F3 for stage 2`), which both sides must agree on.
+
+    A message is sent after the action that makes it, and waited for before the action that uses it.
+    """
+    carried: dict[tuple[str, int], str] = {}
+    counts: Counter[str] = Counter()
+    awaited: list[int] = []
+    stage, action = 0, ""
+    for step in steps:
+        if step.label not in (PIPELINE, UPDATE):
+            made = Action.parse(step.label)
+            stage, action = made.chunk * pp.size + pp.rank, f"{made.kind}{made.microbatch}"
+            for number in awaited:
+                carried["receive", number] = f"{action} for stage {stage}"
+            awaited.clear()
+            continue
+        for event in step.segment.messages:
+            if event.group != pp.name or event.operation not in ALONE:
+                continue
+            if isinstance(event, Wait):
+                if event.operation == "receive":
+                    awaited.append(counts["receive"] - 1 - event.age)
+                continue
+            if event.operation == "send":
+                further = stage + (1 if action[0] == Kind.FORWARD else -1)
+                carried["send", counts["send"]] = f"{action} for stage {further}"
+            counts[event.operation] += 1
+    counts.clear()
+    return [replace(step, segment=_addressed(step.segment, pp.name, carried, counts)) for step in steps]
+
+
+def _addressed(
+    segment: Segment, group: str, carried: Mapping[tuple[str, int], str], counts: Counter[str]
+) -> Segment:
+    """The segment with what its messages are. counts: of the messages before it; it is counted too."""
+    if not any(key[0] == group and key[1] in ALONE for key in segment.issues):
+        return segment
+    events: list[Event] = []
+    for event in segment.events:
+        if isinstance(event, Communicate) and event.group == group and event.operation in ALONE:
+            event = replace(event, detail=carried[event.operation, counts[event.operation]])
+            counts[event.operation] += 1
+        events.append(event)
+    return Segment(tuple(events), segment.memory)
 
 
 def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
@@ -234,6 +280,7 @@ def record_step(
             step.optimizer.step(0.0, torch.ones(()))  # the moments exist from the first update on
         else:
             step.train(batches, 1e-3)
+            meter.keep(step.scale, MemoryKind.OTHER)
         for number in meter.alive:
             meter.kind_of.setdefault(number, MemoryKind.OPTIMIZER)
         held = meter.held()
@@ -247,9 +294,22 @@ def record_step(
         )
         step.train(batches, 1e-3)
         step.pipeline.chunks = ()
-        tape.cut("update", MemoryKind.TEMPORARIES)
-    program = Program((Step(SETUP, setup), *tape.steps), gradient_rules(step), held)
+        tape.cut(UPDATE, MemoryKind.TEMPORARIES)
+    steps = address_messages(tape.steps, mesh.pp)
+    program = Program((Step(SETUP, setup), *steps), gradient_rules(step), held)
     return program, step, meter
+
+
+def survey_rank(plan: StepPlan, topology: Topology, rank: int, known: Known) -> object:
+    """What decides how a rank's program differs from its tensor-parallel peers': the shapes of its pieces."""
+    world = TraceWorld(rank, topology.world_size)
+    with Meter(Recorder(), dry=True, known=known):
+        stages = build_stages(plan, build_mesh(world, topology))
+        return tuple(
+            (layout.name, layout.local_shape, tuple(group.name for group in layout.sums))
+            for stage in stages
+            for _, layout, _ in named_layouts(stage)
+        )
 
 
 def trace_rank(
