@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds, send_seconds
-from triaxis.launch.planner.hardware import Hardware
-from triaxis.launch.planner.layout import Layout, Recompute
+from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
 
 FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
+_WIDE: Final = ("bf16", "fp16", "fp32")
 STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging
 OPTIMIZER_BYTES: Final = (
     34  # moved for each parameter that a rank updates: fp32 states in and out, gradient, weight
@@ -123,7 +123,7 @@ def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count
     """Seconds of `count` products (tokens × inputs)·(inputs × outputs): the longer of arithmetic and memory."""
     hardware = layout.hardware
     flops = 2 * tokens * inputs * outputs
-    width = hardware.peak(_wide(hardware))
+    width = max(flops for name, flops in hardware.peak_flops.items() if name in _WIDE)
     # a faster unit needs a longer product to reach the same share of its peak
     share = hardware.matmul_fraction(flops * width / hardware.peak(layout.dtype))
     arithmetic = flops / (hardware.peak(layout.dtype) * share)
@@ -131,8 +131,11 @@ def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count
     return count * max(arithmetic, memory)
 
 
-def _wide(hardware: Hardware) -> str:
-    return "bf16" if "bf16" in hardware.peak_flops else next(iter(hardware.peak_flops))
+def _wide(layout: Layout) -> str:
+    """The dtype of what is not quantized: the layout's own, or 16 bits."""
+    if layout.dtype not in ("fp8", "fp4"):
+        return layout.dtype
+    return "bf16" if "bf16" in layout.hardware.peak_flops else "fp16"
 
 
 def _linear(layout: Layout, tokens: float, inputs: float, outputs: float, count: float = 1.0) -> _Passes:
@@ -192,7 +195,7 @@ def _attention(layout: Layout) -> _Passes:
     scores, values = shape.attention_sizes
     pairs = layout.tokens * layout.sequence * shape.heads / layout.tp
     flops = 2 * pairs * (scores + values)
-    wide = _wide(hardware)
+    wide = _wide(layout)
     if layout.flash_attention:
         reached = hardware.constants.attention_fraction
         if hardware.generation not in ("volta", "ampere"):
@@ -342,7 +345,7 @@ def _data(layout: Layout, window: tuple[float, float]) -> float:
                 whole += collective_seconds("all_reduce", parameters * gradients, ranks, hardware)
         return exposed(whole, backward)
     if layout.zero < 3:
-        rounds = count if layout.zero == 2 and layout.pp == 1 else 1
+        rounds = count if layout.zero == 2 and (layout.pp == 1 or layout.software is TRIAXIS) else 1
         return rounds * exposed(over("reduce_scatter", gradients), backward) + exposed(
             over("all_gather", weights), forward
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from types import MappingProxyType
 
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.shapes import Shape
@@ -31,6 +33,7 @@ class Software:
     later (FlashAttention-3's paper: its predecessor, written for Ampere, is 1.5 to 2 times slower there)
     selective: share of a layer's forward that selective recompute repeats, selective_kept: share of its activations
     that it keeps; eager: norms and activations keep the intermediates that unfused kernels keep
+    attention_outputs: copies of the attention's output that are kept (2 where a transpose copies it)
     logit_bytes: for each logit at the loss's peak; 0: logits come in chunks of `LOGIT_CHUNK`
     spare_gradients: bytes for each weight of one layer and the head that gradients pass through
     layer_launches: operators that the host dispatches for a layer's forward and backward, 0 with CUDA graphs or a
@@ -54,6 +57,7 @@ class Software:
     selective: float = 0.0
     selective_kept: float = 1.0
     eager: bool = False
+    attention_outputs: int = 1
     logit_bytes: float = 2.0
     spare_gradients: float = 0.0
     layer_launches: tuple[int, int] = (100, 180)
@@ -74,7 +78,8 @@ MEGATRON_OFFLOAD = Software(
     name="Megatron with activations on the host",
     overlaps_tensor=True,
     selective=0.02,
-    selective_kept=0.68,
+    selective_kept=0.6,
+    attention_outputs=2,
 )
 MEGATRON_2021 = Software(
     name="Megatron-LM before 2023",
@@ -90,14 +95,15 @@ MEGATRON_DEEPSPEED = Software(
     overlaps_gradients=False,
     reduce_bytes=2,
     gradient_bytes=2,
+    state_bytes=16,
     logit_bytes=10.0,
     layer_launches=(160, 320),
     loss_bytes=90.0,
     fragmented=0.15,  # no expandable segments yet
-    context_bytes=7e9,  # with buckets of 5e8 elements for reducing and for gathering
+    context_bytes=6e9,  # with buckets of 5e8 elements for reducing and for gathering
 )
 MEGATRON_DEEPSPEED_BF16 = replace(
-    MEGATRON_DEEPSPEED, name="Megatron-DeepSpeed with its bf16 optimizer", gradient_bytes=6
+    MEGATRON_DEEPSPEED, name="Megatron-DeepSpeed with its bf16 optimizer", gradient_bytes=6, state_bytes=12
 )
 DEEPSPEED = Software(name="DeepSpeed", gradient_bytes=2, reduce_bytes=2, logit_bytes=10.0)
 FSDP = Software(
@@ -109,6 +115,7 @@ FSDP = Software(
     selective=0.5,
     selective_kept=0.36,
     eager=True,
+    attention_outputs=2,
     logit_bytes=14.0,
     loss_bytes=30.0,
 )
@@ -120,12 +127,16 @@ FSDP_COMPILED = replace(
     name="FSDP, compiled",
     fused=True,
     eager=False,
+    attention_outputs=1,
     layer_launches=(0, 0),
     selective_kept=0.45,
     loss_bytes=12.0,
 )
 JAX = replace(
     FSDP_COMPILED, name="JAX", attention_kernel=1.0, selective=0.0, selective_kept=0.4, logit_bytes=6.0
+)
+ACCOUNTS: Mapping[str, Software] = MappingProxyType(
+    {"triaxis": TRIAXIS, "megatron-lm": MEGATRON, "deepspeed": DEEPSPEED, "fsdp": FSDP}
 )
 
 

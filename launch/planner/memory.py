@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from triaxis.launch.planner.layout import LOGIT_CHUNK, TRIAXIS, Layout, Recompute
+from triaxis.launch.planner.layout import LOGIT_CHUNK, TRIAXIS, Layout, Recompute, Software
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
 COMMUNICATOR_BYTES: Final = 0.4e9  # of each kind of communicator that a rank has
@@ -95,8 +95,8 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     working = _layer_temporaries(layout) + (kept if layout.recompute == Recompute.FULL else 0.0)
     in_flight = layers_in_flight(layout, stage, layers)
     activations = in_flight * held * (1 - layout.offloaded)
-    if layout.offloaded:  # a chunk on its way out, one in use and one on its way in
-        activations += min(in_flight, 3 * layers / layout.virtual_stages) * held * layout.offloaded
+    if layout.offloaded:  # the chunk in use is here all the same
+        activations += min(in_flight, layers / layout.virtual_stages) * held * layout.offloaded
     spare = software.spare_gradients * dense_layer
     logits = _logits(layout) if last else 0.0
     head_spare = software.spare_gradients * shape.embedding_parameters() / layout.tp if last else 0.0
@@ -136,23 +136,33 @@ def _routed(layout: Layout, stage: int, layers: int) -> int:
     return layers - plain
 
 
-def _states(layout: Layout, dense: float, expert: float) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer states."""
-    software, zero = layout.software, layout.zero
+def state_bytes(
+    parameters: float, *, zero: int, shards: int, software: Software = TRIAXIS, dtype: str = "bf16"
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer states of one rank that holds `parameters` before sharding.
+
+    In fp32 and fp64 the weights are their own master copy.
+    """
     weight, gradient, state = software.weight_bytes, software.gradient_bytes, software.state_bytes
+    if dtype in ("fp32", "fp64"):
+        weight = gradient = ELEMENT_BYTES[dtype]
+        state = 2 * weight
+    return (
+        weight * parameters / (shards if zero >= 3 else 1),
+        gradient * parameters / (shards if zero >= 2 else 1),
+        state * parameters / (shards if zero >= 1 else 1),
+    )
+
+
+def _states(layout: Layout, dense: float, expert: float) -> tuple[float, float, float]:
     if layout.states_on_host:
         return 0.0, 0.0, 0.0
-    if layout.dtype in ("fp32", "fp64"):  # the weights are their own master copy
-        weight = gradient = ELEMENT_BYTES[layout.dtype]
-        state = 2 * weight
-    if not layout.trains_weights:
-        return weight * (dense + expert) / (layout.shards if zero == 3 else 1), 0.0, 0.0
-    total = [0.0, 0.0, 0.0]
-    for held, shards in ((dense, layout.shards), (expert, min(layout.shards, layout.expert_replicas))):
-        total[0] += weight * held / (shards if zero >= 3 else 1)
-        total[1] += gradient * held / (shards if zero >= 2 else 1)
-        total[2] += state * held / (shards if zero >= 1 else 1)
-    return total[0], total[1], total[2]
+    parts = [
+        state_bytes(held, zero=layout.zero, shards=shards, software=layout.software, dtype=layout.dtype)
+        for held, shards in ((dense, layout.shards), (expert, min(layout.shards, layout.expert_replicas)))
+    ]
+    weights, gradients, optimizer = (sum(kind) for kind in zip(*parts, strict=True))
+    return (weights, gradients, optimizer) if layout.trains_weights else (weights, 0.0, 0.0)
 
 
 def layers_in_flight(layout: Layout, stage: int, layers: int) -> float:
@@ -190,7 +200,7 @@ def _kept(layout: Layout, *, routed: bool) -> float:
     else:
         low = shape.latent
         per_token += element * heads * (2 * scores + values) + 2 * element * (low.q_rank + low.kv_rank)
-    per_token += element * heads * values * (2 if eager else 1)
+    per_token += element * heads * values * layout.software.attention_outputs
     if layout.flash_attention:
         per_token += 4 * heads
     else:  # two dropout masks of the hidden state; scores after softmax and dropout, and their mask

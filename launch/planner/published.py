@@ -100,7 +100,10 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One published run. measured_*: None where not published; memory in bytes; complete: enough was published."""
+    """One published run. measured_*: None where not published; memory in bytes; complete: enough was published.
+
+    sequence_assumed: the length of its sequences was not published
+    """
 
     source: str
     name: str
@@ -112,6 +115,7 @@ class Run:
     complete_memory: bool
     dense: bool
     sixteen_bit: bool
+    sequence_assumed: bool
 
 
 def read_runs(path: Path) -> tuple[tuple[Run, ...], tuple[str, ...]]:
@@ -157,6 +161,7 @@ def run_of(row: Mapping[str, str]) -> Run:
         complete_memory=row.get("complete_memory", "1") == "1",
         dense=row.get("is_moe") != "1",
         sixteen_bit=precision == "fp16/bf16",
+        sequence_assumed="seq_len" in row.get("notes", "") and "assumed" in row.get("notes", ""),
     )
 
 
@@ -229,6 +234,8 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         raise ValueError(f"`gpus` must be a multiple of tp × pp × cp = {tp * pp * cp}, but is {gpus}")
     software = software_of(row)
     zero, shard_ranks = _zero(row, software)
+    if software is MEGATRON_OFFLOAD:  # a fork from before optimizer states were sharded over cp too
+        shard_ranks = dp
     modern = software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO)
     precision = row.get("precision_class") or "fp16/bf16"
     hardware = hardware_of(row)

@@ -1,0 +1,45 @@
+"""How far predictions are from published measurements: bands that held 90% of them. Standard library only.
+
+The bands come from runs whose source was left out when the constants were fitted (fit.py writes errors.toml).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from triaxis.launch.planner.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Factors on a prediction between which 90% of measurements lay."""
+
+    low: float
+    high: float
+
+
+def kind_of(layout: Layout) -> str:
+    """Which kind of run a layout is, for its error: "experts", "low_precision" or "dense"."""
+    if layout.shape.experts:
+        return "experts"
+    return "low_precision" if layout.dtype in ("fp8", "fp4") else "dense"
+
+
+def time_band(layout: Layout) -> Band:
+    """Of a step's time."""
+    return _bands()[f"time_{kind_of(layout)}"]
+
+
+def memory_band(layout: Layout) -> Band:
+    """Of the fullest rank's memory; the same for every kind of run."""
+    del layout
+    return _bands()["memory"]
+
+
+@cache
+def _bands() -> dict[str, Band]:
+    text = (Path(__file__).parent / "errors.toml").read_text(encoding="utf-8")
+    return {name: Band(**values) for name, values in tomllib.loads(text).items()}
