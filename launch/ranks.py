@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import socket
@@ -60,6 +59,7 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
             size=launch.size,
             local_rank=launch.local_rank,
             timeout_seconds=max(config.timeout_seconds, config.hang_timeout + PATIENCE_SECONDS),
+            start=launch.run_id,
         )
     except (RuntimeError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
@@ -214,7 +214,7 @@ class _Stop:
                     continue
                 if first and self._saves:
                     self._end_early(number)
-                _thread.interrupt_main(signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             elif number != signal.SIGINT:
                 continue
             time.sleep(GRACE_SECONDS)

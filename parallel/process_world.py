@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from triaxis.parallel.failure import RankError, call_site
@@ -70,9 +70,11 @@ def open_process_world(
     timeout_seconds: float,
     init_method: str | None = None,
     device: str | None = None,
+    start: str = "",
 ) -> ProcessWorld:
     """Joins the processes of a run into a world; `init_method` None is the launcher's environment.
 
+    start: another for each start of the run; torchrun keeps its store over restarts, with the addresses of the dead
     Raises RuntimeError when the ranks cannot meet at the master's address.
     """
     on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
@@ -85,8 +87,15 @@ def open_process_world(
         if size == 1 and init_method is None:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
+            meeting = dist.rendezvous(init_method or "env://", rank, size, timeout=timeout)
+            store, rank, size = next(meeting)
+            store.set_timeout(timeout)
             dist.init_process_group(
-                backend, init_method=init_method or "env://", rank=rank, world_size=size, timeout=timeout
+                backend,
+                store=PrefixStore(f"start-{start}", store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
             )
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(_unreachable(rank, size, init_method, timeout_seconds, error)) from error
