@@ -95,6 +95,25 @@ def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
     return partition_layers(model.layers, stages, first_extra=0.0, last_extra=head)
 
 
+def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
+    """The model stages that this rank holds, one for each chunk. Collective."""
+    count = mesh.pp.size * plan.virtual_stages
+    cuts = stage_layers(plan.model, count)
+    return [
+        build_model(
+            plan.model,
+            mesh,
+            layers=cuts[number],
+            first=number == 0,
+            last=number == count - 1,
+            sequence_parallel=plan.sequence_parallel,
+            dtype=DTYPES[plan.dtype],
+            recompute=plan.recompute,
+        )
+        for number in range(mesh.pp.rank, count, mesh.pp.size)
+    ]
+
+
 def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
     return ZeroDataParallel(
         stages,
@@ -134,7 +153,7 @@ class TrainingStep:
     def __init__(self, plan: StepPlan, mesh: Mesh) -> None:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
-        self.stages = self._build_stages(dtype)
+        self.stages = build_stages(plan, mesh)
         self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
@@ -153,24 +172,6 @@ class TrainingStep:
             dtype=dtype,
             device=mesh.world.device,
         )
-
-    def _build_stages(self, dtype: torch.dtype) -> list[Stage]:
-        plan, mesh = self.plan, self.mesh
-        count = mesh.pp.size * plan.virtual_stages
-        cuts = stage_layers(plan.model, count)
-        return [
-            build_model(
-                plan.model,
-                mesh,
-                layers=cuts[number],
-                first=number == 0,
-                last=number == count - 1,
-                sequence_parallel=plan.sequence_parallel,
-                dtype=dtype,
-                recompute=plan.recompute,
-            )
-            for number in range(mesh.pp.rank, count, mesh.pp.size)
-        ]
 
     def train(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One optimizer step on this data-parallel rank's microbatches."""

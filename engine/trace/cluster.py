@@ -1,10 +1,9 @@
 """Every rank's program, from as few traced ranks as tell all of them.
 
-Ranks of one pipeline stage run one program, but for two things. Tensor rank 0 counts replicated parameters, so the
-first and the last tensor rank are both traced. And ZeRO cuts buckets between data-parallel ranks anywhere, so how
-many elements of a gradient are still to be summed over tp or tied stages differs; these sizes are worked out for
-each rank from its segments, by the arithmetic that the optimizer uses. `every_rank` traces each rank by itself: a
-test compares the two.
+Ranks of one pipeline stage run one program, but for two things. A tensor rank whose parameters are cut differently
+from the first's is traced by itself. And ZeRO cuts buckets between data-parallel ranks anywhere, so how many elements
+of a gradient are still to be summed over tp or tied stages differs; these sizes are worked out for each rank from its
+segments, by the arithmetic that the optimizer uses. `every_rank` traces each rank by itself: a test compares the two.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import replace
 
 from triaxis.engine.step import StepPlan
 from triaxis.engine.trace.meter import Known
-from triaxis.engine.trace.rank import TracedRank, trace_rank
+from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
 from triaxis.parallel.bucket import cut_segments
 from triaxis.parallel.events import Cluster, Communicate, Event, Program, Segment, Step, Wait
 from triaxis.parallel.topology import Topology
@@ -35,15 +34,17 @@ def trace_cluster(
     world_size = topology.world_size
     coordinates = [topology.coordinates(rank) for rank in range(world_size)]
     places = [", ".join(f"{axis} {place[axis]}" for axis in ("dp", "pp", "tp")) for place in coordinates]
+    known = Known()
     if every_rank:
         deputy = list(range(world_size))
     else:
-        deputy = [
-            topology.rank(tp=0 if place["tp"] == 0 else topology.tp - 1, pp=place["pp"])
-            for place in coordinates
-        ]
+        deputies = {
+            (tensor_rank, stage): topology.rank(pp=stage, tp=first)
+            for stage in range(topology.pp)
+            for tensor_rank, first in enumerate(_alike_tensor_ranks(plan, topology, stage, known))
+        }
+        deputy = [deputies[place["tp"], place["pp"]] for place in coordinates]
     chosen = sorted(set(deputy))
-    known = Known()
     traced: dict[int, TracedRank] = {}
     for done, rank in enumerate(chosen):
         if progress is not None:
@@ -74,6 +75,21 @@ def trace_cluster(
         sizes,
         places,
     )
+
+
+def _alike_tensor_ranks(plan: StepPlan, topology: Topology, stage: int, known: Known) -> list[int]:
+    """For each tensor rank of a stage: the first whose parameters are cut into pieces of the same shapes.
+
+    Pieces never grow with the rank, so where the first and the last have the same, all have.
+    """
+
+    def pieces(tensor_rank: int) -> object:
+        return survey_rank(plan, topology, topology.rank(pp=stage, tp=tensor_rank), known)
+
+    if topology.tp == 1 or pieces(0) == pieces(topology.tp - 1):
+        return [0] * topology.tp
+    seen: dict[object, int] = {}
+    return [seen.setdefault(pieces(tensor_rank), tensor_rank) for tensor_rank in range(topology.tp)]
 
 
 def _own(partition: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
