@@ -18,7 +18,7 @@ setup(
     package_dir={f"triaxis.{room}": room for room in ROOMS},
     package_data={
         **{f"triaxis.{room}": ["py.typed"] for room in ROOMS},
-        "triaxis.launch.planner": ["*.toml", "data/*.csv"],
+        "triaxis.launch.planner": ["*.toml", "*.html", "data/*.csv"],
     },
     install_requires=[
         "torch>=2.13",
@@ -31,6 +31,7 @@ setup(
         "tensorboard",
         "matplotlib",
         "pyyaml",
+        "jinja2",
     ],
     entry_points={"console_scripts": ["triaxis=triaxis.launch.cli:command"]},
     extras_require={

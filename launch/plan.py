@@ -13,7 +13,7 @@ from typing import Any
 
 from triaxis.launch.planner import present
 from triaxis.launch.planner.artefacts import Cluster, Job, job_name, torchrun_command, write_artefacts
-from triaxis.launch.planner.explain import explain, gigabytes, parse_wish
+from triaxis.launch.planner.explain import explain, gigabytes, neighbours, parse_wish
 from triaxis.launch.planner.hardware import Hardware, hardware_names, load_hardware
 from triaxis.launch.planner.memory_tables import MODELS, least_accelerators, model_states, needs
 from triaxis.launch.planner.recommended import nearest
@@ -201,6 +201,7 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     if options.json:
         extra: dict[str, Any] = {
             "policy": options.policy,
+            "why_not": [present.explanation_json(one) for one in neighbours(plan)],
             "explanations": [present.explanation_json(one) for one in found],
             "written": written,
         }
@@ -245,6 +246,9 @@ def _show(options: argparse.Namespace, answer: _Answer, found: list[Any], writte
     console.print(present.choice_view(answer.chosen, options.tokens, options.price))
     console.print("\n[bold]what nothing beats in both memory and time[/]")
     console.print(present.pareto_view(plan.pareto, options.top))
+    console.print("\n[bold]why not[/]")
+    for other in neighbours(plan):
+        console.print(f"{other.asked} {other.verdict}")
     for view in found:
         console.print("")
         console.print(view)
@@ -279,9 +283,9 @@ def _does_not_fit(options: argparse.Namespace, plan: Plan, found: list[dict[str,
     )
     print(
         f"{request.model.name} with {request.seq:,} tokens a sequence does not fit on {request.gpus:,} × "
-        f"{hardware.name} ({gigabytes(hardware.memory_bytes)}): the lightest of {len(plan.candidates):,} layouts, {light}, needs "
-        f"{gigabytes(light.memory_bytes)} a GPU.\nThe least that would do: {many}; or {request.gpus:,} GPUs of "
-        f"{gigabytes(light.memory_bytes)}"
+        f"{hardware.name} ({gigabytes(hardware.memory_bytes)}): the lightest of {len(plan.candidates):,} layouts, "
+        f"{light}, needs {gigabytes(light.memory_bytes)} a GPU.\n"
+        f"The least that would do: {many}; or {request.gpus:,} GPUs of {gigabytes(light.memory_bytes)}"
         + (f", such as {', '.join(larger[:4])}." if larger else ", which none of the presets has.")
     )
     for one in found:
@@ -371,8 +375,8 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> int:
     console.print(f"\n[bold]{hardware.name}, {options.seq:,} tokens a sequence[/]")
     console.print(present.needs_view(counts))
     console.print(
-        "least: the fewest that hold it at all, everything sharded and recomputed. recommended: the fewest without\n"
-        "ZeRO-3 and without recompute, with 5% to spare. Both are about fitting, not about finishing: docs/memory.md"
+        "least: the fewest that hold it at all, everything sharded and recomputed. recommended: the fewest that need\n"
+        "neither ZeRO-3 nor recompute and fill at most 80%. Both are about fitting, not about finishing: docs/memory.md"
     )
     return 0
 

@@ -65,6 +65,14 @@ class Explanation:
     candidate: Candidate | None
     verdict: str
 
+    @property
+    def asked(self) -> str:
+        """`dp=8,tp=4,recompute=yes`."""
+        words = {True: "yes", False: "no"}
+        return ",".join(
+            f"{key}={words[value] if isinstance(value, bool) else value}" for key, value in self.wish.items()
+        )
+
 
 def parse_wish(text: str) -> dict[str, int | bool]:
     """`dp=8,tp=4,pp=2,zero=1,microbatch=2,recompute=yes` as values. Raises ValueError for what it cannot read."""
@@ -103,6 +111,22 @@ def explain(plan: Plan, wish: Mapping[str, int | bool]) -> Explanation:
         return Explanation(wish=wish, candidate=candidate, verdict=_too_large(candidate, wish))
     candidate = min(legal, key=lambda one: (not one.fits_surely, one.seconds))
     return Explanation(wish=wish, candidate=candidate, verdict=_against_best(plan, candidate))
+
+
+def neighbours(plan: Plan) -> tuple[Explanation, ...]:
+    """Why not what people would try first: data parallelism alone, a node of tensor parallelism, a pipeline alone."""
+    request = plan.request
+    node = min(request.hardware.gpus_per_node, request.gpus)
+    while node > 1 and faults(request, tp=node, pp=1):
+        node //= 2
+    stages = max((pp for _, tp, pp in {one.topology for one in plan.candidates} if tp == 1), default=1)
+    wishes: list[dict[str, int | bool]] = [
+        {"tp": 1, "pp": 1, "zero": stage} for stage in (1, 3) if request.gpus > 1
+    ]
+    wishes += [{"tp": node, "pp": 1}] if node > 1 else []
+    wishes += [{"tp": 1, "pp": stages}] if stages > 1 else []
+    found = (explain(plan, wish) for wish in wishes)
+    return tuple(one for one in found if one.candidate is None or one.candidate != plan.best)
 
 
 def _answers(layout: Layout, wish: Mapping[str, int | bool]) -> bool:

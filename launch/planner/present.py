@@ -33,6 +33,14 @@ def length(candidate: Candidate, tokens: float, price: float | None) -> tuple[fl
     return seconds / DAY_SECONDS, None if price is None else price * layout.gpus * seconds / 3600
 
 
+def short(count: float) -> str:
+    """`2T`, `300B`, `1.5M`."""
+    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= unit:
+            return f"{count / unit:g}{suffix}"
+    return f"{count:,.0f}"
+
+
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """Everything about one layout, in bytes and seconds; errors are the half-widths of the 90% bars."""
     layout = candidate.layout
@@ -164,7 +172,7 @@ def choice_view(candidate: Candidate, tokens: float | None, price: float | None)
         days, cost = length(candidate, tokens, price)
         lines.add_row(
             "length",
-            f"{days:,.1f} ± {TIME_ERROR * days:,.1f} days for {tokens:,.3g} tokens"
+            f"{days:,.1f} ± {TIME_ERROR * days:,.1f} days for {short(tokens)} tokens"
             + ("" if cost is None else f", {cost:,.0f} at {price:g} a GPU-hour"),
         )
     return lines
@@ -295,11 +303,7 @@ def _need(candidate: Candidate | None) -> str:
 
 def explanation_view(found: Explanation) -> RenderableType:
     """Why one layout lost, with its numbers."""
-    wish = ",".join(
-        f"{key}={'yes' if value is True else 'no' if value is False else value}"
-        for key, value in found.wish.items()
-    )
-    told: list[RenderableType] = [Text(f"{wish} {found.verdict}", style="bold")]
+    told: list[RenderableType] = [Text(f"{found.asked} {found.verdict}", style="bold")]
     if found.candidate is not None:
         told.append(choice_view(found.candidate, None, None))
     return Group(*told)

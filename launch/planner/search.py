@@ -21,7 +21,7 @@ from triaxis.models.config import ModelConfig
 from triaxis.parallel.schedule import ScheduleName
 
 MAX_MICROBATCH = 16
-VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10)
+VIRTUAL_STAGES = (2, 3, 4, 5, 8)
 RECOMPUTES = (Recompute.NONE, Recompute.FULL)
 REPRICED = 8
 """How many of the fastest are priced again by simulation."""
@@ -241,7 +241,7 @@ def _chunks(request: Request, pp: int, microbatches: int) -> tuple[int, ...]:
     """Chunks a rank for the interleaved schedule; groups of pp microbatches are its unit."""
     if pp == 1 or microbatches % pp:
         return ()
-    return tuple(chunks for chunks in VIRTUAL_STAGES if request.model.layers % (pp * chunks) == 0)
+    return tuple(chunks for chunks in VIRTUAL_STAGES if pp * chunks <= request.model.layers)
 
 
 def lightest(request: Request) -> tuple[Candidate, ...]:

@@ -1,0 +1,327 @@
+"""A plan as one self-contained page: report.html is the page, here is what it shows, and where. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaxis.launch.planner import present
+from triaxis.launch.planner.artefacts import Job, torchrun_command
+from triaxis.launch.planner.explain import PARTS, gigabytes, neighbours, parts, seconds_text
+from triaxis.launch.planner.search import MEMORY_ERROR, TIME_ERROR, Candidate, Plan
+from triaxis.parallel.schedule import make_schedule
+from triaxis.parallel.schedule_draw import summary, svg
+from triaxis.parallel.topology import Topology
+
+MEMORY_COLOURS = {
+    "parameters": "#4c78a8",
+    "gradients": "#72a0d0",
+    "optimizer": "#2f5d8a",
+    "activations": "#e07b39",
+    "logits": "#f2a65a",
+    "buffers": "#54a24b",
+    "temporaries": "#88d27a",
+    "fragments": "#b8b0ac",
+    "context": "#79706e",
+}
+TIME_COLOURS = {
+    "compute": "#4c78a8",
+    "recompute": "#9ec3e6",
+    "tensor": "#e07b39",
+    "context": "#b85c1e",
+    "expert": "#9d755d",
+    "pipeline": "#eeca3b",
+    "bubble": "#b8b0ac",
+    "data": "#54a24b",
+    "optimizer": "#79706e",
+}
+STAGE_COLOURS = ("#4c78a8", "#e07b39", "#54a24b", "#eeca3b", "#b279a2", "#76b7b2", "#ff9da6", "#9d755d")
+OTHER_COLOUR = "#b8b0ac"
+BARS = 6
+POINTS = 1500
+NODES = 16
+STAGES_DRAWN = 16
+LEFT, TOP, WIDTH, HEIGHT = 56, 12, 700, 320
+"""Of the plot, in its own units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A piece of a bar. share: of the bar's whole length, in percent."""
+
+    name: str
+    text: str
+    share: float
+    colour: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A bar of pieces, and what it adds up to."""
+
+    label: str
+    total: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A layout in the plot of time and memory; kind: other, pareto or chosen."""
+
+    x: float
+    y: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A mark on an axis of the plot."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Step time to the right, memory upwards. error: left, right, top and bottom of the chosen one's error bars."""
+
+    points: tuple[Point, ...]
+    across: tuple[Tick, ...]
+    up: tuple[Tick, ...]
+    capacity_y: float
+    error: tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """An accelerator in the drawing of the nodes."""
+
+    rank: int
+    colour: str
+    text: str
+
+
+def write_report(
+    path: Path, *, plan: Plan, chosen: Candidate, job: Job, tokens: float | None, price: float | None
+) -> None:
+    """Writes the page. Raises OSError where it cannot."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.from_string(template).render(
+        request=plan.request,
+        hardware=plan.request.hardware,
+        chosen=chosen,
+        facts=_facts(plan, chosen, tokens, price),
+        columns=[column.replace("-\n", "").replace("\n", " ") for column in present.LAYOUT_COLUMNS],
+        rows=[_row(one) for one in plan.pareto[:20]],
+        pareto_count=len(plan.pareto),
+        why_not=[(one.asked, one.verdict) for one in neighbours(plan)],
+        memory_bars=memory_bars(plan, chosen),
+        memory_capacity=100 * plan.request.hardware.memory_bytes / _memory_scale(plan, chosen),
+        memory_colours=_used(MEMORY_COLOURS, chosen.memory.by_category()),
+        time_bars=time_bars(plan, chosen),
+        time_colours=[(name, TIME_COLOURS[name], PARTS[name]) for name in parts(chosen.time)],
+        plot=plot(plan, chosen),
+        frame={"left": LEFT, "top": TOP, "width": WIDTH, "height": HEIGHT},
+        nodes=nodes(chosen),
+        nodes_left=max(0, _node_count(chosen) - NODES),
+        stages=[(stage, _stage_colour(stage)) for stage in range(min(chosen.layout.pp, 32))],
+        pipeline=pipeline(chosen),
+        command=torchrun_command(job),
+        job=job,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+
+
+def _facts(plan: Plan, chosen: Candidate, tokens: float | None, price: float | None) -> list[tuple[str, str]]:
+    layout = chosen.layout
+    facts = [
+        ("step", f"{seconds_text(chosen.seconds)} ± {TIME_ERROR:.0%}"),
+        (
+            "memory",
+            f"{gigabytes(chosen.memory_bytes)} ± {MEMORY_ERROR:.0%} of {gigabytes(layout.hardware.memory_bytes)}",
+        ),
+        ("speed", f"{chosen.time.tokens_per_s_per_gpu * layout.gpus:,.0f} tokens/s"),
+        ("a GPU", f"{chosen.time.tokens_per_s_per_gpu:,.0f} tokens/s"),
+        ("MFU", f"{present.mfu(chosen):.0%}"),
+    ]
+    if tokens:
+        days, cost = present.length(chosen, tokens, price)
+        facts.append((f"{present.short(tokens)} tokens", f"{days:,.1f} days ± {TIME_ERROR:.0%}"))
+        facts += [] if cost is None else [("cost", f"{cost:,.0f}")]
+    facts.append(("priced", f"{len(plan.candidates):,} layouts, {len(plan.fitting):,} fit"))
+    return facts
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+    return (
+        *present.layout_cells(candidate),
+        seconds_text(candidate.seconds),
+        gigabytes(candidate.memory_bytes),
+        gigabytes(candidate.margin_bytes),
+    )
+
+
+def _shown(plan: Plan, chosen: Candidate) -> tuple[Candidate, ...]:
+    """The chosen one, and the best on each of the next topologies."""
+    found = {chosen.topology: chosen}
+    for one in plan.fitting:
+        found.setdefault(one.topology, one)
+    return tuple(found.values())[:BARS]
+
+
+def _memory_scale(plan: Plan, chosen: Candidate) -> float:
+    largest = max(one.memory_bytes for one in _shown(plan, chosen))
+    return 1.08 * max(plan.request.hardware.memory_bytes, largest)
+
+
+def memory_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
+    """Memory by category, beside the accelerator's."""
+    scale = _memory_scale(plan, chosen)
+    return tuple(
+        Bar(
+            label=str(one),
+            total=gigabytes(one.memory_bytes),
+            segments=tuple(
+                Segment(
+                    name=name,
+                    text=f"{name}: {gigabytes(size)}",
+                    share=100 * size / scale,
+                    colour=MEMORY_COLOURS.get(name, OTHER_COLOUR),
+                )
+                for name, size in one.memory.by_category().items()
+                if size
+            ),
+        )
+        for one in _shown(plan, chosen)
+    )
+
+
+def time_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
+    """The step by part."""
+    shown = _shown(plan, chosen)
+    scale = 1.02 * max(one.seconds for one in shown)
+    return tuple(
+        Bar(
+            label=str(one),
+            total=seconds_text(one.seconds),
+            segments=tuple(
+                Segment(
+                    name=name,
+                    text=f"{name}: {seconds_text(seconds)}",
+                    share=100 * seconds / scale,
+                    colour=TIME_COLOURS[name],
+                )
+                for name, seconds in parts(one.time).items()
+            ),
+        )
+        for one in shown
+    )
+
+
+def _used(colours: Mapping[str, str], sizes: Mapping[str, float]) -> list[tuple[str, str]]:
+    return [(name, colours.get(name, OTHER_COLOUR)) for name, size in sizes.items() if size]
+
+
+def plot(plan: Plan, chosen: Candidate) -> Plot:
+    """All that fit and take at most twice the chosen one's time, and what lies on the Pareto front."""
+    latest = 2 * chosen.seconds
+    near = [one for one in plan.fitting if one.seconds <= latest][:POINTS]
+    if chosen not in near:
+        near.append(chosen)
+    first = 0.97 * min(one.seconds for one in near)
+    last = max(1.02 * max(one.seconds for one in near), (1 + TIME_ERROR) * chosen.seconds)
+    first = min(first, (1 - TIME_ERROR) * chosen.seconds)
+    capacity = plan.request.hardware.memory_bytes
+    top = 1.08 * capacity
+
+    def x(seconds: float) -> float:
+        return LEFT + WIDTH * (seconds - first) / (last - first)
+
+    def y(nbytes: float) -> float:
+        return TOP + HEIGHT * (1 - nbytes / top)
+
+    front = set(map(id, plan.pareto))
+
+    def kind(one: Candidate) -> str:
+        return "chosen" if one == chosen else "pareto" if id(one) in front else "other"
+
+    points = [
+        Point(
+            x=round(x(one.seconds), 1),
+            y=round(y(one.memory_bytes), 1),
+            kind=kind(one),
+            text=f"{one}: {seconds_text(one.seconds)}, {gigabytes(one.memory_bytes)}",
+        )
+        for one in near
+    ]
+    points.sort(key=lambda point: ("other", "pareto", "chosen").index(point.kind))
+    margin = MEMORY_ERROR * chosen.memory_bytes
+    return Plot(
+        points=tuple(points),
+        across=tuple(Tick(at=round(x(value), 1), text=seconds_text(value)) for value in _ticks(first, last)),
+        up=tuple(Tick(at=round(y(value * 1e9), 1), text=f"{value:g}") for value in _ticks(0, top / 1e9)),
+        capacity_y=round(y(capacity), 1),
+        error=(
+            round(x((1 - TIME_ERROR) * chosen.seconds), 1),
+            round(x((1 + TIME_ERROR) * chosen.seconds), 1),
+            round(y(chosen.memory_bytes + margin), 1),
+            round(y(chosen.memory_bytes - margin), 1),
+        ),
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Four to nine round values between the two."""
+    step = 10.0 ** int(f"{(high - low):e}".split("e")[1])
+    while (high - low) / step < 4:
+        step /= 2 if round(step / 10 ** int(f"{step:e}".split("e")[1])) != 5 else 2.5
+    first = int(low / step) + (low % step > 0)
+    return [step * index for index in range(first, int(high / step) + 1)]
+
+
+def _node_count(candidate: Candidate) -> int:
+    return -(-candidate.layout.gpus // candidate.layout.hardware.gpus_per_node)
+
+
+def nodes(candidate: Candidate) -> tuple[tuple[Cell, ...], ...]:
+    """The accelerators of the first nodes, coloured by pipeline stage."""
+    layout = candidate.layout
+    topology = Topology(dp=layout.dp, tp=layout.tp, pp=layout.pp)
+    each = layout.hardware.gpus_per_node
+    drawn = []
+    for node in range(min(NODES, _node_count(candidate))):
+        cells = []
+        for rank in range(node * each, min((node + 1) * each, layout.gpus)):
+            place = topology.coordinates(rank)
+            cells.append(
+                Cell(
+                    rank=rank,
+                    colour=_stage_colour(place["pp"]),
+                    text=f"rank {rank}: replica {place['dp']}, stage {place['pp']}, tensor part {place['tp']}",
+                )
+            )
+        drawn.append(tuple(cells))
+    return tuple(drawn)
+
+
+def _stage_colour(stage: int) -> str:
+    return STAGE_COLOURS[stage % len(STAGE_COLOURS)]
+
+
+def pipeline(candidate: Candidate) -> tuple[str, str] | None:
+    """(picture, words) of the schedule with enough microbatches to see its shape; None without a pipeline."""
+    layout = candidate.layout
+    if layout.pp == 1 or layout.pp > STAGES_DRAWN:
+        return None
+    schedule = make_schedule(
+        layout.schedule, layout.pp, int(min(layout.microbatches, 2 * layout.pp)), layout.virtual_stages
+    )
+    return svg(schedule), summary(schedule)
