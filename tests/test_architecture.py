@@ -28,6 +28,11 @@ PURE = (
     "launch.train",
     "launch.planner.hardware",
     "launch.planner.collectives",
+    "launch.planner.layout",
+    "launch.planner.memory",
+    "launch.planner.cost",
+    "launch.planner.accuracy",
+    "launch.planner.score",
 )
 DISTRIBUTED = {
     "parallel/process_world.py",

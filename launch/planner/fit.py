@@ -8,6 +8,7 @@ source; the bands that hold 90% of what was measured come from there. Needs nump
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -142,7 +143,7 @@ def left_out(items: Sequence[Item], point: Vector) -> list[tuple[Run, float]]:
 def _band(name: str, ratios: Sequence[float]) -> str:
     """TOML of the factors between which 90% of `ratios`, measured over predicted, lie."""
     low, high = np.quantile(np.array(ratios), [0.05, 0.95])
-    return f"[{name}]\nlow = {low:.3f}\nhigh = {high:.3f}\n"
+    return f"[{name}]\nlow = {math.floor(100 * low) / 100}\nhigh = {math.ceil(100 * high) / 100}\n"
 
 
 def _percentages(errors: Sequence[float]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from types import MappingProxyType
 
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.shapes import Shape
-from triaxis.parallel.partition import partition_layers
 
 
 class Recompute(StrEnum):
@@ -214,7 +214,7 @@ class Layout:
             return (layers // self.pp,) * self.pp
         head = shape.embedding_parameters() / max(shape.dense_parameters(routed=False), 1)
         first, last = (1.0, 1.0) if self.software is not TRIAXIS else (0.0, head)
-        counts = _cut(layers, min(parts, layers), first, last)
+        counts = cut_evenly(layers, min(parts, layers), first, last)
         return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
 
     def group(self, axis: str, size: int | None = None) -> range:
@@ -232,5 +232,16 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def _cut(layers: int, parts: int, first: float, last: float) -> tuple[int, ...]:
-    return tuple(len(part) for part in partition_layers(layers, parts, first_extra=first, last_extra=last))
+def cut_evenly(layers: int, parts: int, first: float, last: float) -> tuple[int, ...]:
+    """Layers of each part as partition_layers cuts them; layers are alike, so each goes to the cheapest part."""
+    counts = [1] * parts
+    costs = [1.0] * parts
+    costs[0] += first
+    costs[-1] += last
+    cheapest = [(cost, part) for part, cost in enumerate(costs)]
+    heapify(cheapest)
+    for _ in range(layers - parts):
+        cost, part = cheapest[0]
+        counts[part] += 1
+        heapreplace(cheapest, (cost + 1, part))
+    return tuple(counts)
