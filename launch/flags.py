@@ -20,6 +20,8 @@ Eight threads: `python -m triaxis.launch.train --simulate --tp 2 --pp 2 --dp 2`
 
 Flags may be written with hyphens or underscores. A run that cannot work is refused before anything starts."""
 
+MORE = "more"
+
 GROUPS: dict[str, dict[str, str]] = {
     "model and data": {
         "model": "A preset (tiny, small, llama3-8b, …) or a .toml or .json file of model fields.",
@@ -105,10 +107,17 @@ GROUPS: dict[str, dict[str, str]] = {
 
 def parse_flags(arguments: Sequence[str], speaks: bool) -> RunConfig:
     """The run that the command line asks for. Ends the process on --help (0) and on flags it cannot read (2)."""
+    return parse_with(arguments, speaks, "triaxis.launch.train", DESCRIPTION)[0]
+
+
+def parse_with(
+    arguments: Sequence[str], speaks: bool, program: str, description: str, more: type | None = None
+) -> tuple[RunConfig, Any]:
+    """The run, and an instance of the dataclass `more`, whose flags stand before the run's in the help."""
     parsed: Any = tyro.cli(
-        _grouped(),
-        prog="triaxis.launch.train",
-        description=DESCRIPTION,
+        _grouped(more),
+        prog=program,
+        description=description,
         args=list(arguments),
         console_outputs=speaks,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
@@ -116,18 +125,18 @@ def parse_flags(arguments: Sequence[str], speaks: bool) -> RunConfig:
     values: dict[str, Any] = {}
     for group, helps in GROUPS.items():
         values |= {name: getattr(getattr(parsed, _attribute(group)), name) for name in helps}
-    return RunConfig(**values)
+    return RunConfig(**values), getattr(parsed, MORE, None)
 
 
 def _attribute(group: str) -> str:
     return group.replace(",", "").replace(" ", "_")
 
 
-def _grouped() -> type:
+def _grouped(more: type | None) -> type:
     """A dataclass with a field for each group, which tyro shows as one box of help each."""
     hints = get_type_hints(RunConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-    outer: list[Any] = []
+    outer: list[Any] = [] if more is None else [(MORE, more, dataclasses.field(default_factory=more))]
     for group, helps in GROUPS.items():
         inner = [
             (

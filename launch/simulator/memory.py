@@ -1,4 +1,4 @@
-"""The bytes a rank holds through a step: the peak and what it is made of, the moment, and what an allocator reserves."""
+"""The bytes a rank holds through a step: the peak, what it is made of, the moment, and what is reserved."""
 
 from __future__ import annotations
 

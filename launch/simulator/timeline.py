@@ -22,7 +22,7 @@ PHASES = ("setup", "pipeline", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What makes ranks unequal. slower: times a rank's computation takes longer; links: the same for its network card."""
+    """What makes ranks unequal: factors by rank. slower: of its computations; links: of its groups' messages."""
 
     slower: Mapping[int, float] = field(default_factory=dict)
     links: Mapping[int, float] = field(default_factory=dict)

@@ -1,0 +1,37 @@
+"""From flags to a simulation: trace, prove, price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from triaxis.engine.config import ResolvedRun, RunConfig
+from triaxis.engine.trace.cluster import trace_cluster
+from triaxis.engine.trainer import step_plan
+from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.simulator.result import Simulation, price
+from triaxis.launch.simulator.timeline import Disturbance
+from triaxis.parallel.proof import prove
+
+
+def simulate_run(
+    config: RunConfig,
+    resolved: ResolvedRun,
+    hardware: Hardware,
+    *,
+    documents: bool = False,
+    slower: Mapping[int, float] | None = None,
+    links: Mapping[int, float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Simulation:
+    """One optimizer step of the run on every rank. slower, links: factors by rank (see `Disturbance`)."""
+    cluster = trace_cluster(
+        step_plan(config, resolved), resolved.topology, documents=documents, progress=progress
+    )
+    return price(
+        config,
+        resolved,
+        cluster,
+        prove(cluster),
+        hardware,
+        Disturbance(slower=slower or {}, links=links or {}),
+    )
