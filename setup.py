@@ -19,6 +19,7 @@ setup(
     package_data={
         **{f"triaxis.{room}": ["py.typed"] for room in ROOMS},
         "triaxis.launch.planner": ["*.toml", "*.html", "data/*.csv"],
+        "triaxis.launch.simulator": ["page/*"],
     },
     install_requires=[
         "torch>=2.13",

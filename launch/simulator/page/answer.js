@@ -1,0 +1,126 @@
+// The answer at the top, and the sections that are plain elements.
+
+function answer() {
+  const fullest = memory?.ranks.reduce((most, rank) => (rank.reserved_bytes > most.reserved_bytes ? rank : most));
+  const verdict = find("verdict");
+  const place = `${whole(topology.world_size)} × ${hardware.name}`;
+  if (!proof.holds) {
+    verdict.textContent = `Does not hold: ${counted(proof.faults.length, "fault")}`;
+  } else if (memory && !memory.fits) {
+    verdict.textContent = `Does not fit: ${inBytes(fullest.reserved_bytes)} of ${inBytes(hardware.memory_bytes)}`;
+  } else {
+    verdict.textContent = (memory ? "Fits and is proved" : "Proved")
+      + (time ? `: ${whole(Number(time.tokens_per_second.toPrecision(3)))} tokens/s` : "");
+  }
+  verdict.className = proof.holds && memory?.fits !== false ? "good" : "bad";
+  find("what").append(make("b", {}, run.model), ` (${scaled(run.parameters, [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1, ""]])} `
+    + `parameters) on ${place}, ${counted(topology.nodes, "node")}`);
+  find("settings").textContent = [
+    ...["dp", "tp", "pp", "cp", "ep"].filter((axis) => topology[axis] > 1).map((axis) => `${axis} ${topology[axis]}`),
+    `ZeRO-${run.zero}`, run.schedule + (run.virtual_stages > 1 ? ` × ${run.virtual_stages} chunks` : ""),
+    counted(run.microbatches, "microbatch").replace("batchs", "batches") + ` of ${run.microbatch_size}`,
+    `global batch ${whole(run.global_batch)}`, `sequences of ${whole(run.sequence_length)}`, run.dtype,
+    ...(run.sp ? ["sequence parallel"] : []), ...(run.recompute ? ["recompute"] : []),
+  ].join(" · ");
+  const tile = (title, figure, kind, ...lines) => make("div", { class: "card tile" }, make("span", {}, title),
+    make("b", { class: kind }, figure), ...lines.map((line) => (line instanceof Node ? line : make("span", {}, line))));
+  const tiles = find("tiles");
+  if (time) tiles.append(
+    tile("Speed", `${inSeconds(time.step_seconds)} a step`, "", `${whole(time.tokens_per_second_per_gpu)} tokens/s per GPU`,
+      `a trillion tokens in ${digits(1e12 / time.tokens_per_second / 86400)} days`),
+    tile("Efficiency", `${percent(time.mfu)} MFU`, "", `${percent(time.hfu)} HFU, recomputation counted`,
+      `${scaled(time.model_flops_per_token, [[1e12, "TFLOPs"], [1e9, "GFLOPs"], [1e6, "MFLOPs"]])} a token`));
+  if (memory) tiles.append(
+    tile("Memory", `${inBytes(fullest.reserved_bytes)} of ${inBytes(hardware.memory_bytes)}`, memory.fits ? "good" : "bad",
+      bar([[fullest.reserved_bytes, memory.fits ? "good" : "bad", "reserved"]],
+        Math.max(hardware.memory_bytes, fullest.reserved_bytes), hardware.memory_bytes),
+      `peak ${inBytes(fullest.peak_bytes)} allocated, rank ${fullest.rank}, at ${fullest.at}`));
+  tiles.append(
+    tile("Proof", proof.holds ? "✓ no deadlock" : `✗ ${counted(proof.faults.length, "fault")}`, proof.holds ? "good" : "bad",
+      `${counted(proof.ranks, "rank")} in ${whole(proof.classes)} classes`, `${counted(proof.communications, "communication")}`));
+}
+
+// ---- where the step goes
+function spending() {
+  const section = find("time");
+  const parts = new Map();
+  for (const { what, seconds } of time.critical_path) parts.set(what, (parts.get(what) ?? 0) + seconds);
+  const order = [...parts].sort((a, b) => b[1] - a[1]);
+  const shown = order.slice(0, 8);
+  const rest = sum(order.slice(8).map(([, seconds]) => seconds));
+  if (rest) shown.push(["everything else", rest]);
+  const total = sum(shown.map(([, seconds]) => seconds));
+  section.append(
+    make("p", { class: "hint" }, `The critical path: what makes up the ${inSeconds(time.step_seconds)}`),
+    bar(shown.map(([what, seconds], index) => [seconds, numbered(index), `${what}\n${inSeconds(seconds)}`]), total),
+    make("div", { class: "legend" }, ...shown.map(([what, seconds], index) =>
+      swatch(numbered(index), `${what} ${inSeconds(seconds)} (${percent(seconds / total)})`))));
+  const tallest = Math.max(...time.bubble, 1e-9);
+  section.append(make("h3", {}, `Bubble: each stage's time with nothing to compute, at worst ${percent(tallest)} of the step`),
+    make("div", { class: "columns" }, ...time.bubble.map((share, stage) => make("span",
+      { "data-tip": `stage ${stage}: ${percent(share)}` }, time.bubble.length <= 8 ? percent(share) : "",
+      make("i", { style: `height: ${50 * share / tallest}px` }), time.bubble.length <= 16 ? String(stage) : " "))));
+}
+
+// ---- peak memory by kind, communication by axis
+function peaks() {
+  const most = Math.max(hardware.memory_bytes, ...memory.ranks.map((rank) => rank.reserved_bytes));
+  const half = Math.ceil(memory.ranks.length / 2);
+  const columns = [make("div", { class: "rows" }), make("div", { class: "rows" })];
+  memory.ranks.forEach((rank, index) => {
+    const alike = timeline?.rows.find((row) => row.rank === rank.rank)?.ranks;
+    const facts = [rank.place, ...(alike ? [counted(alike, "rank")] : []), `at ${rank.at}`,
+      `${inBytes(rank.reserved_bytes)} reserved`];
+    const parts = KINDS.filter((kind) => rank.breakdown[kind]).map((kind) =>
+      [rank.breakdown[kind], kindColour(kind), `${kind}\n${inBytes(rank.breakdown[kind])}`]);
+    columns[index < half ? 0 : 1].append(make("span", {}, `rank ${rank.rank}`),
+      bar(parts, most, hardware.memory_bytes), make("b", {}, inBytes(rank.peak_bytes)),
+      make("small", {}, facts.join(" · ")));
+  });
+  find("peaks").append(
+    make("p", { class: "hint" }, `A row for each kind of rank; the line is the GPU's ${inBytes(hardware.memory_bytes)}`),
+    make("div", { class: "pair" }, ...columns),
+    make("div", { class: "legend" }, ...KINDS.map((kind) => swatch(kindColour(kind), kind))));
+}
+
+function communication() {
+  const figures = [traffic.sent_bytes_per_rank, traffic.messages_per_rank, time.busy_seconds, time.exposed_seconds];
+  const axes = [...new Set(figures.flatMap(Object.keys))].filter((axis) => axis !== "compute"
+    && figures.some((figure) => figure[axis]));
+  const rows = make("div", { class: "rows" });
+  for (const axis of axes) {
+    const [sent, messages, busy, exposed] = figures.map((figure) => figure[axis] ?? 0);
+    const hidden = Math.max(0, busy - exposed);
+    const line = bar([[exposed, axisColour(axis), `waited for\n${inSeconds(exposed)}`],
+      [hidden, axisColour(axis), `behind computation\n${inSeconds(hidden)}`]], time.step_seconds);
+    line.children[1].style.opacity = 0.4;
+    rows.append(make("b", {}, axis), line, make("span", {}, `${inSeconds(exposed)} of ${inSeconds(busy)} exposed`),
+      make("small", {}, `${inBytes(sent)} sent a rank and step · ${counted(messages, "message")}`));
+  }
+  find("traffic").append(make("p", { class: "hint" }, axes.length
+    ? `The busiest rank's step of ${inSeconds(time.step_seconds)}: strong what it waits for, pale what computation hides`
+    : "Nothing is sent: there is one rank."), rows);
+}
+
+// ---- what was proved
+const MEANING = {
+  agreement: "the members of a group ask for the same operations in the same order",
+  channels: "what is sent between two ranks is received, first in first out, and fits",
+  progress: "nobody waits for ever, though a send ends only when its receive is posted",
+  "one queue": "the same with all communication of a rank in one queue",
+  handles: "every communication is waited for, once",
+  gradients: "every gradient is reduced exactly as often as declared, over its group",
+  memory: "at the end each rank holds what it held at the beginning",
+};
+function proved() {
+  find("proof").append(
+    make("p", { class: "hint" }, `${counted(proof.communications, "communication")} of ${counted(proof.ranks, "rank")}`
+      + (proof.classes < proof.ranks ? `, which behave as ${whole(proof.classes)} classes` : "")),
+    make("ul", {}, ...proof.obligations.map(({ name, holds }) => make("li", {},
+      make("b", { class: holds ? "good" : "bad" }, holds ? "✓ " : "✗ "), make("b", {}, name),
+      make("span", { class: "soft" }, `${MEANING[name] ? ": " : ""}${MEANING[name] ?? ""}${holds ? "" : " (broken)"}`)))));
+  for (const [title, kind, texts] of [["Faults", "bad", proof.faults], ["Warnings", "warn", proof.warnings]]) {
+    if (!texts.length) continue;
+    find("proof").append(make("h3", { class: kind }, title), ...texts.map((text) => make("pre", { tabindex: "0" }, text)));
+  }
+}
