@@ -9,6 +9,7 @@ from agreement import LEARNING_RATE, Layout, Piece, assemble, plan_of, sequences
 from torch import Tensor
 
 from triaxis.engine.checkpoint.store import RunState
+from triaxis.engine.optimizer import MOMENTS
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.group import World
@@ -56,14 +57,13 @@ def whole_states(ranks: list[Pieces]) -> States:
 def gathered(step: TrainingStep) -> Pieces:
     """This rank's masters and moments as pieces, the moments by swapping them in for the masters."""
     pieces: Pieces = []
-    moments: dict[int, dict[str, Tensor]] = {}
+    buckets = list(step.data_parallel.buckets)
+    moments = {id(shard): {kind: torch.zeros_like(shard.master) for kind in MOMENTS} for shard in buckets}
     for shard, start, stop, named in step.optimizer.moments():
         for kind, moment in named.items():
-            whole = moments.setdefault(id(shard), {}).setdefault(kind, torch.zeros_like(shard.master))
-            whole[start:stop] = moment
-    buckets = list(step.data_parallel.buckets)
+            moments[id(shard)][kind][start:stop] = moment
     masters = [bucket.master for bucket in buckets]
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
+    for kind in ("master", *MOMENTS):
         for bucket, master in zip(buckets, masters, strict=True):
             bucket.master = master if kind == "master" else moments[id(bucket)][kind]
         for segment, tensor in step.data_parallel.gathered_masters():

@@ -36,13 +36,13 @@ def test_a_resumed_run_is_bit_identical(
 ) -> None:
     def straight(world: World) -> tuple[list[StepResult], list[Tensor]]:
         step = open_step(world, layout, model, rule, dtype)
-        results = train(step, layout, range(4))
+        results = train(step, layout, range(3))
         return results, weights_of(step)
 
     def first_half(world: World) -> list[StepResult]:
         step = open_step(world, layout, model, rule, dtype)
-        results = train(step, layout, range(2))
-        CheckpointStore(tmp_path, step).save(state_at(2))
+        results = train(step, layout, range(1))
+        CheckpointStore(tmp_path, step).save(state_at(1))
         return results
 
     def second_half(world: World) -> tuple[list[StepResult], list[Tensor]]:
@@ -50,8 +50,8 @@ def test_a_resumed_run_is_bit_identical(
         store = CheckpointStore(tmp_path, step)
         path = store.latest()
         assert path is not None
-        assert store.load(path) == state_at(2)
-        results = train(step, layout, range(2, 4))
+        assert store.load(path) == state_at(1)
+        results = train(step, layout, range(1, 3))
         return results, weights_of(step)
 
     expected = run_threads(layout.size, straight)
@@ -66,7 +66,7 @@ def random_layout(choose: random.Random) -> Layout:
     tp, pp, dp = choose.choice(
         [
             s
-            for s in [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 3, 4) for d in (1, 2, 3, 4)]
+            for s in [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 3, 4) for d in (1, 2, 3)]
             if s[0] * s[1] * s[2] <= 8
         ]
     )
@@ -97,7 +97,7 @@ def sampled_pairs() -> list[tuple[Layout, Layout, bool]]:
 def test_any_topology_reads_any_others(saved: Layout, resumed: Layout, tied: bool, tmp_path: Path) -> None:
     model = model_for(saved, tied=tied)
     rule, dtype = "adamw, clip 1", "fp64"
-    global_batch = 12  # every dp here divides it
+    global_batch = 6  # every dp here divides it
 
     class Sized(Layout):
         def global_batch(self) -> int:

@@ -99,8 +99,25 @@ def damaged(path: Path, file: str, what: str) -> CheckpointError:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes it with a checksum of itself, and syncs it and the folder."""
-    body = _encode({"format": FORMAT, "version": VERSION, **asdict(manifest)})
+    """Writes it with a checksum of itself, and syncs both. A chunk is [offsets, sizes, file, first byte]."""
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "chunks": [[chunk.offsets, chunk.sizes, chunk.file, chunk.first_byte] for chunk in tensor.chunks],
+        }
+        for name, tensor in manifest.tensors.items()
+    }
+    body = _encode(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "state": asdict(manifest.state),
+            "optimizer_steps": manifest.optimizer_steps,
+            "files": {name: asdict(record) for name, record in manifest.files.items()},
+            "tensors": tensors,
+        }
+    )
     with (folder / MANIFEST).open("xb") as file:
         file.write(b'{"crc32": %d, "manifest": %s}' % (zlib.crc32(body), body))
         file.flush()
@@ -136,13 +153,8 @@ def read_manifest(path: Path) -> Manifest:
 
 def _tensor_record(record: dict[str, Any]) -> TensorRecord:
     chunks = tuple(
-        ChunkRecord(
-            offsets=tuple(chunk["offsets"]),
-            sizes=tuple(chunk["sizes"]),
-            file=chunk["file"],
-            first_byte=chunk["first_byte"],
-        )
-        for chunk in record["chunks"]
+        ChunkRecord(offsets=tuple(offsets), sizes=tuple(sizes), file=file, first_byte=first_byte)
+        for offsets, sizes, file, first_byte in record["chunks"]
     )
     return TensorRecord(dtype=record["dtype"], shape=tuple(record["shape"]), chunks=chunks)
 
