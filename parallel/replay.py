@@ -244,16 +244,28 @@ class Replay:
         state.issued.setdefault((event.group, event.operation), []).append(call)
         name = self.queue_of(event)
         queue = state.queues.setdefault(name, deque())
+        if not queue and others == (index,) and event.operation not in ALONE:
+            self._do_alone(call, name)  # its group's members are all of this class, and so all there
+            return
         queue.append(call)
         call.before, state.last[name] = state.last.get(name), call
         if queue[0] is call:
             self._arrive(call)
+
+    def _do_alone(self, call: Call, queue_name: str) -> None:
+        state = self.states[call.owner]
+        call.before, state.last[queue_name] = state.last.get(queue_name), call
+        if call.before is not None:
+            call.ready = max(call.ready, call.before.end)
+        call.start, call.end, call.last, call.done = call.ready, call.ready + self.seconds(call), call, True
 
     def _arrive(self, first: Call) -> None:
         """A call is at the head of its queue; whatever that completes is completed."""
         heads = [first]
         while heads and not self.faults:
             call = heads.pop()
+            if call.done:  # its partner came to the head at the same time, and was first
+                continue
             if call.before is not None:
                 call.ready = max(call.ready, call.before.end)
             partners = self._pair(call) if call.event.operation in ALONE else self._meet(call)
