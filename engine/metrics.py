@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 METRICS_NAME = "metrics.jsonl"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class StepRow:
 class MetricsWriter:
     """Writes the rows of a run, each flushed at once, over those of an older run in that folder.
 
+    A row that does not fit on a full disk waits for the next; the run goes on.
     done: steps of this run before it was resumed; their rows stay, later ones are cut off, so that none comes twice
     On a rank that does not speak it does nothing.
     """
@@ -57,14 +61,16 @@ class MetricsWriter:
     def __init__(
         self, directory: Path, *, speaks: bool = True, report_to: str = "none", done: int = 0
     ) -> None:
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._waiting = b""
         self._tensorboard: SummaryWriter | None = None
         if not speaks:
             return
         directory.mkdir(parents=True, exist_ok=True)
         if done:
             cut_metrics(directory / METRICS_NAME, done)
-        self._file = (directory / METRICS_NAME).open("a" if done else "w", encoding="utf-8")
+        self._file = (directory / METRICS_NAME).open("ab" if done else "wb", buffering=0)
+        self._size_bytes = self._file.tell()
         if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
 
@@ -77,8 +83,8 @@ class MetricsWriter:
         if self._file is None:
             return
         values = values_of(row)
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps(values, allow_nan=False).encode() + b"\n"
+        self._write_waiting(self._file)
         if self._tensorboard is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and name != "step":
@@ -86,9 +92,29 @@ class MetricsWriter:
             for axis, sent in row.sent_bytes.items():
                 self._tensorboard.add_scalar(f"sent_bytes/{axis}", sent, row.step)
 
+    def _write_waiting(self, file: FileIO) -> None:
+        """All rows that wait, or none of them."""
+        written = 0
+        try:
+            while written < len(self._waiting):
+                written += file.write(self._waiting[written:])
+        except OSError as error:
+            file.truncate(self._size_bytes)
+            file.seek(self._size_bytes)
+            if error.errno not in FULL:
+                raise
+            return
+        self._size_bytes += written
+        self._waiting = b""
+
     def close(self) -> None:
+        """Raises OSError if the last rows still do not fit."""
         if self._file is not None:
+            self._write_waiting(self._file)
             self._file.close()
+            if self._waiting:
+                rows = self._waiting.count(b"\n")
+                raise OSError(errno.ENOSPC, f"{rows} rows of {METRICS_NAME} are lost: the disk is full")
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -8,6 +8,7 @@ a death   the next rank is gone (its lock is free), and this one has not moved f
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ from triaxis.parallel.failure import INSIDE
 from triaxis.parallel.mesh import Mesh
 
 HANG_FOLDER = "hang"
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
+STARTING_PATIENCE = 10
+"""Reading data and building the model may take that many timeouts."""
 LOST_SECONDS = 3.0
 """How long a rank may stand still once its neighbour died or the run's failure was told."""
 DUMP_SECONDS = 5.0
@@ -79,7 +83,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_seconds):
             still_seconds = self._still_seconds()
-            if still_seconds > self._timeout_seconds or self._mark.exists():
+            patience = 1 if self._step else STARTING_PATIENCE
+            if still_seconds > self._timeout_seconds * patience or self._mark.exists():
                 self._report_hang(still_seconds)
             elif still_seconds > LOST_SECONDS and self._failure.exists():
                 self._finish(None)
@@ -145,16 +150,14 @@ class Watchdog:
 
     def _whereabouts(self) -> str:
         """`waits in …` inside a communication, else `is at file:line`."""
-        frame: FrameType | None = sys._current_frames().get(self._trainer)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
+        frame = _own(sys._current_frames().get(self._trainer))
+        if frame is None:
+            return "is nowhere to be seen"
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            return f"is at {_place(frame)}"
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
             frame = frame.f_back
-        waits = [n for n, f in enumerate(frames) if f.f_code.co_filename.startswith(INSIDE[1:])]
-        if not waits:
-            return f"is at {_place(frames[0])}" if frames else "has no trainer"
-        caller = next((f for f in frames[waits[0] :] if not f.f_code.co_filename.startswith(INSIDE)), None)
-        site = _place(caller) if caller is not None else ""
+        site = _place(frame)
         called = [
             f"{group.last_operation[0]} in group '{name}' {group.ranks} "
             for name, group in self._mesh.groups.items()
@@ -190,6 +193,17 @@ class Watchdog:
     def _named(self, rank: int) -> str:
         places = self._mesh.topology.coordinates(rank)
         return f"rank {rank} (dp {places['dp']}, pp {places['pp']}, tp {places['tp']})"
+
+
+def _own(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither torch's nor the standard library's."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        standard = name.startswith((STANDARD_LIBRARY, "<frozen")) and "site-packages" not in name
+        if not standard and not name.startswith(INSIDE[0]):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _place(frame: FrameType) -> str:
