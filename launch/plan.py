@@ -17,6 +17,7 @@ from triaxis.launch.planner.explain import explain, gigabytes, neighbours, parse
 from triaxis.launch.planner.hardware import Hardware, hardware_names, load_hardware
 from triaxis.launch.planner.memory_tables import MODELS, least_accelerators, model_states, needs
 from triaxis.launch.planner.recommended import nearest
+from triaxis.launch.planner.reprice import Repriced, reprice_best
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Candidate, Plan, Request, lightest, search
 from triaxis.launch.planner.table import SIZES, by_rule, table_row
@@ -91,6 +92,16 @@ def _parser() -> argparse.ArgumentParser:
         help="why a layout lost or does not fit (also zero, microbatch, virtual_stages, recompute); repeatable",
     )
     how.add_argument("--top", type=int, default=12, help="alternatives to show (default: %(default)s)")
+    how.add_argument(
+        "--simulate",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        metavar="N",
+        help="price the best on N topologies (3) again by the engine's own program, proved and timed: "
+        "seconds for each; then the fastest of these is chosen",
+    )
     how.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     how.add_argument("--report", type=Path, metavar="FILE", help="write a page that explains it all")
     how.add_argument(
@@ -175,11 +186,17 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     request = _request(options, hardware)
     wishes = [parse_wish(text) for text in options.explain]
     plan = search(request)
-    found = [explain(plan, wish) for wish in wishes]
     chosen = plan.best
+    simulated: tuple[Repriced, ...] = ()
+    if options.simulate > 0 and options.policy == "search":
+        simulated = reprice_best(
+            plan, options.simulate, lambda text: print(text, file=sys.stderr, flush=True)
+        )
+        chosen = simulated[0].candidate if simulated and simulated[0].works else chosen
     if options.policy == "table":
         by_table = by_rule(request)
         chosen = by_table if by_table.fits else None
+    found = [explain(plan, wish, chosen) for wish in wishes]
     if chosen is None:
         return _does_not_fit(options, plan, [present.explanation_json(one) for one in found])
     answer = _Answer(plan=plan, chosen=chosen, job=_job(request, chosen, options.tokens))
@@ -201,7 +218,8 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     if options.json:
         extra: dict[str, Any] = {
             "policy": options.policy,
-            "why_not": [present.explanation_json(one) for one in neighbours(plan)],
+            "simulated": [present.repriced_json(one) for one in simulated],
+            "why_not": [present.explanation_json(one) for one in neighbours(plan, chosen)],
             "explanations": [present.explanation_json(one) for one in found],
             "written": written,
         }
@@ -210,7 +228,7 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
             extra |= {"tokens": options.tokens, "days": days, "cost": cost}
         print(json.dumps(present.plan_json(plan, chosen, answer.command, extra), indent=2))
         return 0
-    _show(options, answer, [present.explanation_view(one) for one in found], written)
+    _show(options, answer, simulated, [present.explanation_view(one) for one in found], written)
     return 0
 
 
@@ -229,14 +247,20 @@ def _write(options: argparse.Namespace, answer: _Answer) -> tuple[Path, ...]:
     cluster = Cluster(image=options.image, claim=options.claim)
     files = write_artefacts(options.write, answer.job, cluster)
     request = answer.plan.request
-    if request.name == f"{request.model.name}.toml" and not Path(request.name).exists():
+    if request.name != options.model and request.name.endswith(".toml"):  # a size that is no preset
         path = options.write / request.name
         path.write_text(model_toml(request.model), encoding="utf-8")
         files += (path,)
     return files
 
 
-def _show(options: argparse.Namespace, answer: _Answer, found: list[Any], written: list[str]) -> None:
+def _show(
+    options: argparse.Namespace,
+    answer: _Answer,
+    simulated: Sequence[Repriced],
+    found: list[Any],
+    written: list[str],
+) -> None:
     console = present.console()
     plan, request = answer.plan, answer.plan.request
     console.print(
@@ -244,10 +268,14 @@ def _show(options: argparse.Namespace, answer: _Answer, found: list[Any], writte
         f"{request.hardware.name}: {len(plan.candidates):,} layouts priced, {len(plan.fitting):,} fit\n"
     )
     console.print(present.choice_view(answer.chosen, options.tokens, options.price))
+    if simulated:
+        console.print("\n[bold]by simulation[/]")
+        for one in simulated:
+            console.print(f"{one.candidate}: {present.simulated_text(one)}")
     console.print("\n[bold]what nothing beats in both memory and time[/]")
     console.print(present.pareto_view(plan.pareto, options.top))
     console.print("\n[bold]why not[/]")
-    for other in neighbours(plan):
+    for other in neighbours(plan, answer.chosen):
         console.print(f"{other.asked} {other.verdict}")
     for view in found:
         console.print("")

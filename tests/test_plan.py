@@ -24,8 +24,14 @@ from triaxis.launch.planner.memory_tables import counts, least_accelerators, mod
 from triaxis.launch.planner.recommended import nearest, recommendations
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Plan, Request, candidates, lightest, pareto, search
-from triaxis.launch.planner.table import DENSE_671B, LAYER_PARAMETERS, SIZES, STAGE_LAYERS, topology_by_rule
-from triaxis.models.config import ModelConfig
+from triaxis.launch.planner.table import (
+    DENSE_671B,
+    LAYER_PARAMETERS,
+    QWEN_1_8B,
+    SIZES,
+    STAGE_LAYERS,
+    topology_by_rule,
+)
 from triaxis.models.presets import load_config
 
 TABLE = {"7B": (8, 8, 1, 1), "13B": (16, 8, 2, 1), "70B": (64, 8, 4, 2), "671B": (256, 16, 8, 2)}
@@ -248,6 +254,7 @@ def test_no_legal_layout_says_why() -> None:
         ("dp=8,tp=8,pp=1", "× the time: +"),
         ("dp=1,tp=8,pp=8,zero=2", "nobody to share with"),
         ("tp=64", "× the time: +"),
+        ("tp=8,pp=8", "loses to dp"),
     ],
 )
 def test_a_layout_that_lost_is_explained(plan_70b: Plan, wish: str, said: str) -> None:
@@ -260,7 +267,7 @@ def test_explained_numbers_are_those_of_the_layout(plan_70b: Plan) -> None:
     layout = best.layout
     text = f"dp={layout.dp},tp={layout.tp},pp={layout.pp},zero={layout.zero},microbatch={layout.microbatch}"
     wish = f"{text},virtual_stages={layout.virtual_stages},recompute=no"
-    assert explain(plan_70b, parse_wish(wish)).verdict == "is the best"
+    assert explain(plan_70b, parse_wish(wish)).verdict == "is the choice"
     lost = explain(plan_70b, parse_wish("dp=8,tp=8,pp=1")).candidate
     assert lost is not None and lost.topology == (8, 8, 1)
     parts = difference(best, lost)
@@ -386,16 +393,32 @@ def test_a_plan_in_full(ask: Ask, tmp_path: Path) -> None:
     assert f"--tp {best['tp']}" in (tmp_path / "slurm.sbatch").read_text()
 
 
-def test_the_policy_of_the_table(ask: Ask, tmp_path: Path) -> None:
-    said = ask(
-        *("--model", "671B", "--gpus", "256", "--policy", "table", "--write", str(tmp_path)),
-    )
-    best = said["best"]
+def test_the_policy_of_the_table(ask: Ask) -> None:
+    best = ask("--model", "671B", "--gpus", "256", "--policy", "table")["best"]
     assert (best["dp"], best["tp"], best["pp"]) == (16, 8, 2)
-    path = tmp_path / "dense-671b.toml"
-    assert load_config(str(path)) == DENSE_671B
+
+
+def test_a_size_that_is_no_preset_is_written_as_a_file(ask: Ask, tmp_path: Path) -> None:
+    said = ask("--model", "1.8B", "--gpus", "2", "--global-batch", "8", "--write", str(tmp_path))
+    path = tmp_path / "qwen1.5-1.8b.toml"
+    assert load_config(str(path)) == QWEN_1_8B
     flags = shlex.split(said["command"])
     assert flags[flags.index("--model") + 1] == path.name
+
+
+@pytest.mark.parametrize("count", [2])
+def test_the_best_are_priced_again_by_simulation(ask: Ask, count: int) -> None:
+    wish = ("--model", "gpt2-124m", "--gpus", "4", "--seq", "256", "--global-batch", "16")
+    said = ask(*wish, "--simulate", str(count))
+    found = said["simulated"]
+    assert len(found) == count and all(one["proved"] and one["works"] for one in found)
+    assert found[0]["step_seconds"] == min(one["step_seconds"] for one in found)
+    assert found[0]["layout"] == said["best"]
+    for one in found:
+        allocated = sum(
+            size for name, size in one["layout"]["memory"].items() if name not in ("context", "fragments")
+        )
+        assert allocated == pytest.approx(one["allocated_bytes"], rel=0.05)
 
 
 def test_a_model_is_the_same_out_of_its_file(tmp_path: Path) -> None:
@@ -403,7 +426,6 @@ def test_a_model_is_the_same_out_of_its_file(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.toml"
         path.write_text(model_toml(load_config(name)))
         assert load_config(str(path)) == load_config(name)
-    assert isinstance(DENSE_671B, ModelConfig)
 
 
 def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from triaxis.launch.planner.cost import StepTime
 from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.search import Candidate, Plan, candidates, faults
+from triaxis.launch.planner.search import MEMORY_ERROR, Candidate, Plan, candidates, faults
 
 PARTS: Final = {
     "compute": "products, attention and the rest of the layers",
@@ -98,8 +98,8 @@ def parse_wish(text: str) -> dict[str, int | bool]:
     return wish
 
 
-def explain(plan: Plan, wish: Mapping[str, int | bool]) -> Explanation:
-    """Why the layout that is wished for lost, does not fit, or cannot be."""
+def explain(plan: Plan, wish: Mapping[str, int | bool], chosen: Candidate | None = None) -> Explanation:
+    """Why the layout that is wished for lost, does not fit, or cannot be; chosen: against which (the plan's best)."""
     fitting = [one for one in plan.candidates if _answers(one.layout, wish)]
     if not fitting and "microbatch" in wish:
         fitting = [one for one in _all_of(plan, wish) if _answers(one.layout, wish)]
@@ -110,10 +110,10 @@ def explain(plan: Plan, wish: Mapping[str, int | bool]) -> Explanation:
         candidate = min(fitting, key=lambda one: one.memory_bytes)
         return Explanation(wish=wish, candidate=candidate, verdict=_too_large(candidate, wish))
     candidate = min(legal, key=lambda one: (not one.fits_surely, one.seconds))
-    return Explanation(wish=wish, candidate=candidate, verdict=_against_best(plan, candidate))
+    return Explanation(wish=wish, candidate=candidate, verdict=_against(chosen or plan.best, candidate))
 
 
-def neighbours(plan: Plan) -> tuple[Explanation, ...]:
+def neighbours(plan: Plan, chosen: Candidate | None = None) -> tuple[Explanation, ...]:
     """Why not what people would try first: data parallelism alone, a node of tensor parallelism, a pipeline alone."""
     request = plan.request
     node = min(request.hardware.gpus_per_node, request.gpus)
@@ -125,8 +125,8 @@ def neighbours(plan: Plan) -> tuple[Explanation, ...]:
     ]
     wishes += [{"tp": node, "pp": 1}] if node > 1 else []
     wishes += [{"tp": 1, "pp": stages}] if stages > 1 else []
-    found = (explain(plan, wish) for wish in wishes)
-    return tuple(one for one in found if one.candidate is None or one.candidate != plan.best)
+    found = (explain(plan, wish, chosen) for wish in wishes)
+    return tuple(one for one in found if one.candidate is None or one.candidate != (chosen or plan.best))
 
 
 def _answers(layout: Layout, wish: Mapping[str, int | bool]) -> bool:
@@ -182,18 +182,15 @@ def _too_large(candidate: Candidate, wish: Mapping[str, int | bool]) -> str:
     )
 
 
-def _against_best(plan: Plan, candidate: Candidate) -> str:
-    best = plan.best
-    assert best is not None, "something fits"
-    if best == candidate:
-        return "is the best"
-    if best.seconds > candidate.seconds:
-        why = (
-            "its tp crosses nodes"
-            if candidate.layout.tp > candidate.layout.hardware.gpus_per_node
-            else f"it may not fit: {gigabytes(candidate.memory_bytes)} with an error of 5%"
-        )
-        return (
-            f"is {best.seconds / candidate.seconds:.2f}× as fast as the best by the closed forms, but {why}"
-        )
-    return f"loses to {best}: {difference(best, candidate)}"
+def _against(chosen: Candidate | None, candidate: Candidate) -> str:
+    assert chosen is not None, "something fits"
+    if chosen == candidate:
+        return "is the choice"
+    if candidate.seconds >= chosen.seconds:
+        return f"loses to {chosen}: {difference(chosen, candidate)}"
+    why = "the choice was made by another measure (--simulate, --policy) or is simpler"
+    if candidate.layout.tp > candidate.layout.hardware.gpus_per_node:
+        why = "its tp crosses nodes, which no published run does"
+    elif not candidate.fits_surely:
+        why = f"it may not fit: {gigabytes(candidate.memory_bytes)} with an error of {MEMORY_ERROR:.0%}"
+    return f"takes {candidate.seconds / chosen.seconds:.2f}× the time of the choice by the closed forms, but {why}"

@@ -13,6 +13,7 @@ from triaxis.launch.planner.explain import PARTS, Explanation, difference, gigab
 from triaxis.launch.planner.layout import Recompute
 from triaxis.launch.planner.memory_tables import Need, States
 from triaxis.launch.planner.recommended import Recommendation
+from triaxis.launch.planner.reprice import Repriced
 from triaxis.launch.planner.search import MEMORY_ERROR, TIME_ERROR, Candidate, Plan
 from triaxis.launch.planner.table import Row
 
@@ -124,6 +125,32 @@ def explanation_json(found: Explanation) -> dict[str, Any]:
         "verdict": found.verdict,
         "layout": None if found.candidate is None else candidate_json(found.candidate),
     }
+
+
+def repriced_json(found: Repriced) -> dict[str, Any]:
+    """A layout priced again by simulation, beside the closed forms."""
+    return {
+        "layout": candidate_json(found.candidate),
+        "proved": found.proved,
+        "works": found.works,
+        "memory_bytes": found.memory_bytes,
+        "allocated_bytes": found.allocated_bytes,
+        "step_seconds": found.seconds,
+    }
+
+
+def simulated_text(found: Repriced) -> str:
+    """`66.1 GB (closed form +1.2%), 158.2 s (closed form -0.4%), communication proved`."""
+    candidate = found.candidate
+    memory = candidate.memory.allocated / found.allocated_bytes - 1
+    told = [f"{gigabytes(found.memory_bytes)} (closed form {memory:+.1%} of tensors)"]
+    if found.seconds is not None:
+        off = candidate.seconds / found.seconds - 1
+        told.append(f"{seconds_text(found.seconds)} a step (closed form {off:+.1%})")
+    told.append(
+        "communication proved" if found.proved else "communication NOT proved: triaxis simulate says why"
+    )
+    return ", ".join(told) + ("" if found.works or not found.proved else "; does not fit")
 
 
 def layout_cells(candidate: Candidate) -> tuple[str, ...]:

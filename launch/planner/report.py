@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from triaxis.launch.planner import present
 from triaxis.launch.planner.artefacts import Job, torchrun_command
 from triaxis.launch.planner.explain import PARTS, gigabytes, neighbours, parts, seconds_text
+from triaxis.launch.planner.reprice import Repriced, distinct
 from triaxis.launch.planner.search import MEMORY_ERROR, TIME_ERROR, Candidate, Plan
 from triaxis.parallel.schedule import make_schedule
 from triaxis.parallel.schedule_draw import summary, svg
@@ -104,9 +105,16 @@ class Cell:
 
 
 def write_report(
-    path: Path, *, plan: Plan, chosen: Candidate, job: Job, tokens: float | None, price: float | None
+    path: Path,
+    *,
+    plan: Plan,
+    chosen: Candidate,
+    job: Job,
+    tokens: float | None,
+    price: float | None,
+    simulated: Sequence[Repriced] = (),
 ) -> None:
-    """Writes the page. Raises OSError where it cannot."""
+    """Writes the page; simulated: layouts priced again by simulation. Raises OSError where it cannot."""
     from jinja2 import Environment, StrictUndefined
 
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -121,7 +129,8 @@ def write_report(
         columns=[column.replace("-\n", "").replace("\n", " ") for column in present.LAYOUT_COLUMNS],
         rows=[_row(one) for one in plan.pareto[:20]],
         pareto_count=len(plan.pareto),
-        why_not=[(one.asked, one.verdict) for one in neighbours(plan)],
+        simulated=[(str(one.candidate), present.simulated_text(one)) for one in simulated],
+        why_not=[(one.asked, one.verdict) for one in neighbours(plan, chosen)],
         memory_bars=memory_bars(plan, chosen),
         memory_capacity=100 * plan.request.hardware.memory_bytes / _memory_scale(plan, chosen),
         memory_colours=_used(MEMORY_COLOURS, chosen.memory.by_category()),
@@ -171,10 +180,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
 
 def _shown(plan: Plan, chosen: Candidate) -> tuple[Candidate, ...]:
     """The chosen one, and the best on each of the next topologies."""
-    found = {chosen.topology: chosen}
-    for one in plan.fitting:
-        found.setdefault(one.topology, one)
-    return tuple(found.values())[:BARS]
+    return (chosen, *(one for one in distinct(plan, BARS) if one.topology != chosen.topology))[:BARS]
 
 
 def _memory_scale(plan: Plan, chosen: Candidate) -> float:

@@ -23,9 +23,6 @@ from triaxis.parallel.schedule import ScheduleName
 MAX_MICROBATCH = 16
 VIRTUAL_STAGES = (2, 3, 4, 5, 8)
 RECOMPUTES = (Recompute.NONE, Recompute.FULL)
-REPRICED = 8
-"""How many of the fastest are priced again by simulation."""
-
 EQUAL = 0.02
 """Times closer than this are told apart by nothing here; then the simpler layout is chosen."""
 
@@ -125,7 +122,6 @@ def search(request: Request) -> Plan:
     if not found:
         raise ConfigError(_no_topology(request))
     fitting = tuple(sorted((one for one in found if one.fits), key=by_preference))
-    fitting = _repriced(fitting)
     return Plan(request=request, candidates=found, fitting=fitting, pareto=pareto(fitting))
 
 
@@ -148,15 +144,6 @@ def _as_good(candidate: Candidate, first: Candidate) -> bool:
         by_preference(candidate)[:2] == by_preference(first)[:2]
         and candidate.seconds <= (1 + EQUAL) * first.seconds
     )
-
-
-def reprice(candidate: Candidate) -> tuple[float, float] | None:
-    """(memory bytes, step seconds) as the engine's own program gives them in simulation; None where it cannot run."""
-    return candidate.memory_bytes, candidate.seconds
-
-
-def _repriced(fitting: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    return fitting
 
 
 def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

@@ -23,16 +23,7 @@ from triaxis.models.presets import load_config
 LAYER_PARAMETERS: Final = 1 << 28
 STAGE_LAYERS: Final = 50
 
-DENSE_671B: Final = ModelConfig(
-    name="dense-671b",
-    vocab_size=129280,
-    hidden_size=28672,
-    layers=61,
-    heads=224,
-    kv_heads=16,
-    ffn_size=105984,
-    max_positions=8192,
-)
+DENSE_671B: Final = load_config("dense-671b")
 """DeepSeek-V3's size, depth and vocabulary with every parameter dense: what this engine can train of that size."""
 
 QWEN_1_8B: Final = ModelConfig(
