@@ -16,12 +16,6 @@ DESCRIPTION = """Looks into checkpoints. Needs no GPU and no model.
 A DIR is a run's output directory (its newest checkpoint is meant, or all of them where that makes sense), its
 `checkpoints` folder, or one checkpoint (`…/checkpoints/step-00000100`).
 
-  ls       which checkpoints there are: step, tokens, size, evaluation loss, whether complete
-  show     one checkpoint's state, flags and tensors
-  verify   reads every file and compares checksums; names what is damaged, then exits with 1
-  reshard  writes a checkpoint again in another number of files
-  diff     compares two checkpoints tensor by tensor; exits with 1 if they differ
-
 A checkpoint has no topology: a run of any tp, pp, dp and ZeRO stage, or with fully_shard, reads it as it is.
 """
 UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -41,9 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{ls,show,verify,reshard,diff}")
     for name, purpose in (
-        ("ls", "list a run's checkpoints"),
+        ("ls", "which checkpoints a run has: step, tokens, size, evaluation loss, whether complete"),
         ("show", "one checkpoint's state, flags and tensors"),
-        ("verify", "compare every file with its checksum; exit code 1 if one is damaged"),
+        ("verify", "compare every file with its checksum; names what is damaged, and exits with 1"),
         ("reshard", "write a checkpoint again in another number of files"),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose)
