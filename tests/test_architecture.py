@@ -55,6 +55,7 @@ DISTRIBUTED = {
     "parallel/mesh.py",
     "engine/checkpoint/planner.py",
     "engine/checkpoint/storage.py",
+    "engine/checkpoint/stored.py",
 }
 ENVIRONMENT = {"os.environ", "os.getenv"}
 MODULES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
