@@ -1,7 +1,7 @@
 """One rank's program: the training step itself, run dry in the trace world, with what repeats recorded once.
 
-The pipeline's executor runs every action. The first three microbatches and the last go through the model;
-those between do what the third did, so its recorded segment stands in for theirs.
+The pipeline's executor runs every action. The first few microbatches and the last go through the model; those
+between do what one before them did, so its recorded segments stand in for theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triaxis.parallel.replay import ALONE
 from triaxis.parallel.schedule import Action, Kind
 from triaxis.parallel.topology import Topology
 from triaxis.parallel.trace_world import TraceWorld
-from triaxis.parallel.zero import ZeroDataParallel
+from triaxis.parallel.zero import REDUCTIONS_UNDER_WAY, ZeroDataParallel
 
 PIPELINE, SETUP, UPDATE = "pipeline", "setup", "update"
 
@@ -69,6 +69,10 @@ class Tape:
             self.steps.append(Step(label, segment))
         return segment
 
+    def skip(self) -> None:
+        """Forgets what was noted since the last cut."""
+        del self.recorder.events[self._first :], self.meter.changes[self._first_change :]
+
     def repeat(self, label: str, segment: Segment) -> None:
         """The segment happens again."""
         self.cut(PIPELINE, MemoryKind.MESSAGES)
@@ -95,19 +99,21 @@ class _Again(Function):
 
 
 class TracedChunk:
-    """A model stage that is run for some microbatches, and repeated for the others."""
+    """A model stage that is run for some microbatches, and repeated for the others.
 
-    def __init__(self, inner: PipelineChunk, index: int, microbatches: int, tape: Tape, repeat: bool) -> None:
-        self._inner, self._index, self._tape = inner, index, tape
-        self._last, self._repeat = microbatches - 1, repeat
-        self._forward: Segment | None = None
-        self._backward: Segment | None = None
+    models: for each microbatch the one that it does the same as; itself, if it is run
+    """
+
+    def __init__(self, inner: PipelineChunk, index: int, models: Sequence[int], tape: Tape) -> None:
+        self._inner, self._index, self._models, self._tape = inner, index, models, tape
+        self._forwards: dict[int, Segment] = {}
+        self._backwards: dict[int, Segment] = {}
         self._inputs: dict[int, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         self.output_shape, self.output_dtype = torch.Size(()), torch.float32
 
     def _runs(self, microbatch: int) -> bool:
-        return not self._repeat or microbatch in (0, 1, 2, self._last)
+        return self._models[microbatch] == microbatch
 
     def imagined(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor that the repeated segment has counted already."""
@@ -118,14 +124,13 @@ class TracedChunk:
     def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
         label = f"{self._index}F{microbatch}"
         if not self._runs(microbatch):
-            assert self._forward is not None, "microbatch 2 comes before those that repeat it"
-            self._tape.repeat(label, self._forward)
+            self._tape.repeat(label, self._forwards[self._models[microbatch]])
             again: Tensor = _Again.apply(self._anchor if hidden is None else hidden, self, microbatch)  # type: ignore[no-untyped-call]
             return again
         self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
         output = self._inner.forward(hidden, microbatch)
         self._keep_as_message(output)
-        self._forward = self._tape.cut(label, MemoryKind.ACTIVATIONS)
+        self._forwards[microbatch] = self._tape.cut(label, MemoryKind.ACTIVATIONS)
         self.output_shape, self.output_dtype = output.shape, output.dtype
         if hidden is not None:
             self._inputs[microbatch] = hidden
@@ -136,20 +141,39 @@ class TracedChunk:
         if self._runs(microbatch):
             self._inner.before_backward(microbatch)
         else:
-            assert self._backward is not None, "microbatch 2 comes before those that repeat it"
-            self._tape.repeat(f"{self._index}B{microbatch}", self._backward)
+            self._tape.repeat(f"{self._index}B{microbatch}", self._backwards[self._models[microbatch]])
 
     def after_backward(self, microbatch: int) -> None:
         if not self._runs(microbatch):
+            self._tape.skip()  # the repeated segment tells it
             return
         self._inner.after_backward(microbatch)
         hidden = self._inputs.pop(microbatch, None)
         if hidden is not None and hidden.grad is not None:
             self._keep_as_message(hidden.grad)
-        self._backward = self._tape.cut(f"{self._index}B{microbatch}", MemoryKind.BUCKETS)
+        self._backwards[microbatch] = self._tape.cut(f"{self._index}B{microbatch}", MemoryKind.BUCKETS)
 
     def _keep_as_message(self, tensor: Tensor) -> None:
         self._tape.meter.keep(tensor, MemoryKind.MESSAGES)
+
+
+def model_microbatches(step: TrainingStep) -> list[int]:
+    """For each microbatch the one that it does the same as; itself, if there is none before it.
+
+    In stages 2 and 3 a backward pass waits for reductions of those before it: what it does settles after a few, and
+    with several chunks goes by its place among the pp microbatches that pass through all chunks together.
+    """
+    data_parallel, microbatches = step.data_parallel, step.plan.microbatches
+    assert isinstance(data_parallel, ZeroDataParallel)
+    reaching = data_parallel.stage >= 2
+    period = step.mesh.pp.size if reaching and len(step.stages) > 1 else 1
+    unsettled = 1 + -(-REDUCTIONS_UNDER_WAY // len(data_parallel.buckets)) if reaching else 1
+    first = unsettled * period
+    last = (microbatches - 1) // period * period
+    return [
+        microbatch if microbatch < first + period or microbatch >= last else first + microbatch % period
+        for microbatch in range(microbatches)
+    ]
 
 
 def classify(step: TrainingStep, meter: Meter) -> None:
@@ -288,9 +312,9 @@ def record_step(
         recorder.forget()
         meter.changes.clear()
         meter.peak_bytes = meter.live_bytes
+        models = model_microbatches(step) if repeat else range(plan.microbatches)
         step.pipeline.chunks = tuple(
-            TracedChunk(chunk, index, plan.microbatches, tape, repeat)
-            for index, chunk in enumerate(step.pipeline.chunks)
+            TracedChunk(chunk, index, models, tape) for index, chunk in enumerate(step.pipeline.chunks)
         )
         step.train(batches, 1e-3)
         step.pipeline.chunks = ()
