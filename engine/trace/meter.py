@@ -109,7 +109,8 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         rows, heads, length, size = query.shape
         whole = ATTENTION[name] * rows * heads * length * key.shape[2] * size
         return int(whole // 2 if causal else whole)
-    count = flop_registry.get(function.overloadpacket)
+    packet = getattr(aten, name.removesuffix("_"), None)  # in place, the same products
+    count = flop_registry.get(packet)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 

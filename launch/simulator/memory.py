@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from triaxis.parallel.events import KINDS, MemoryKind, Program, Segment
+from triaxis.parallel.events import KINDS, MemoryKind, Program, Segment, Step
 
+STEADY_TURNS = 8
 SMALL_BLOCK, ROUNDING = 1 << 20, 512
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE_ROUNDING, HUGE_BLOCK = 2 << 20, 20 << 20, 2 << 20, 10 << 20
 
@@ -82,11 +83,11 @@ class CachingAllocator:
         self._taken: dict[int, list[tuple[int, int, int, bool]]] = {}  # by size asked for
 
     def change(self, delta: int) -> None:
-        """An allocation of `delta` bytes, or the end of one of that size (it must have been made)."""
+        """An allocation of `delta` bytes, or the end of one of that size."""
         size = -(-abs(delta) // ROUNDING) * ROUNDING
         if delta > 0:
             self._allocate(size)
-        elif delta < 0:
+        elif self._taken.get(size):  # else a part of what was there before the first change
             self._release(*self._taken[size].pop())
 
     def _allocate(self, size: int) -> None:
@@ -140,14 +141,26 @@ class CachingAllocator:
 def reserved_bytes(program: Program) -> int:
     """What the allocator has reserved by the end of a program's step, its model states made first."""
     allocator = CachingAllocator()
-    kept = {kind: nbytes for kind, nbytes in (program.held or {}).items() if nbytes}
-    for nbytes in kept.values():
+    for nbytes in (program.held or {}).values():
         allocator.change(nbytes)
-    freed_of_held = 0
-    for step in program.steps:
+    for step in _without_steady_repeats(program.steps):
         for delta in step.segment.memory.deltas:
-            try:
-                allocator.change(delta)
-            except (KeyError, IndexError):
-                freed_of_held -= delta  # a block that was there before the step
+            allocator.change(delta)
     return allocator.reserved_bytes
+
+
+def _without_steady_repeats(steps: Sequence[Step]) -> list[Step]:
+    """Where two segments take turns (one microbatch's forward, another's backward), some turns are like all."""
+    acting = [place for place, step in enumerate(steps) if step.label[:1].isdigit()]
+    dropped: set[int] = set()
+    first = 0
+    while first < len(acting):
+        last = first
+        while last + 2 < len(acting) and steps[acting[last + 2]].segment is steps[acting[last]].segment:
+            last += 1
+        turns = last + 2 - first
+        if turns > STEADY_TURNS:
+            spare = (turns - STEADY_TURNS) // 2 * 2
+            dropped.update(range(acting[first + STEADY_TURNS], acting[first + STEADY_TURNS + spare - 1] + 1))
+        first = last + 1
+    return [step for place, step in enumerate(steps) if place not in dropped]
