@@ -33,7 +33,7 @@ DESCRIPTION = """Which layout, will it fit, how fast, how long, for how much, an
   triaxis plan --memory                    model states under DDP, ZeRO and FSDP; GPUs that models need
   triaxis plan --score runs.csv            predictions against published runs
 
-Prices are closed forms: ±5% of memory and ±20% of time (nine of ten published runs; docs/accuracy.md)."""
+Prices are closed forms; the ranges beside them held nine of ten published runs (docs/accuracy.md)."""
 
 EXIT_CONFIGURATION = 2
 EXIT_DOES_NOT_FIT = 1

@@ -9,7 +9,7 @@ from typing import Final
 
 from triaxis.launch.planner.cost import StepTime
 from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.search import MEMORY_ERROR, Candidate, Plan, candidates, faults
+from triaxis.launch.planner.search import Candidate, Plan, candidates, faults
 
 PARTS: Final = {
     "compute": "products, attention and the rest of the layers",
@@ -50,6 +50,20 @@ def difference(better: Candidate, worse: Candidate, most: int = 2) -> str:
 def seconds_text(seconds: float) -> str:
     """`12.3 s`, `45 ms`."""
     return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def seconds_range(candidate: Candidate) -> str:
+    """`139–218 s`: between these nine of ten published runs of such a prediction lay."""
+    low, high = candidate.seconds_range
+    unit, scale = ("s", 1.0) if low >= 1 else ("ms", 1e3)
+    digits = 1 if low * scale < 100 else 0
+    return f"{low * scale:,.{digits}f}–{high * scale:,.{digits}f} {unit}"
+
+
+def memory_range(candidate: Candidate) -> str:
+    """`60.2–75.0 GB`."""
+    low, high = candidate.memory_range
+    return f"{low / 1e9:,.1f}–{high / 1e9:,.1f} GB"
 
 
 def gigabytes(nbytes: float) -> str:
@@ -192,5 +206,5 @@ def _against(chosen: Candidate | None, candidate: Candidate) -> str:
     if candidate.layout.tp > candidate.layout.hardware.gpus_per_node:
         why = "its tp crosses nodes, which no published run does"
     elif not candidate.fits_surely:
-        why = f"it may not fit: {gigabytes(candidate.memory_bytes)} with an error of {MEMORY_ERROR:.0%}"
+        why = f"it may not fit: up to {gigabytes(candidate.memory_range[1])}"
     return f"takes {candidate.seconds / chosen.seconds:.2f}× the time of the choice by the closed forms, but {why}"

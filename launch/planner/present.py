@@ -9,12 +9,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from triaxis.launch.planner.explain import PARTS, Explanation, difference, gigabytes, parts, seconds_text
+from triaxis.launch.planner.explain import (
+    Explanation,
+    difference,
+    gigabytes,
+    memory_range,
+    parts,
+    seconds_range,
+    seconds_text,
+)
 from triaxis.launch.planner.layout import Recompute
 from triaxis.launch.planner.memory_tables import Need, States
 from triaxis.launch.planner.recommended import Recommendation
 from triaxis.launch.planner.reprice import Repriced
-from triaxis.launch.planner.search import MEMORY_ERROR, TIME_ERROR, Candidate, Plan
+from triaxis.launch.planner.search import Candidate, Plan
 from triaxis.launch.planner.table import Row
 
 DAY_SECONDS = 86400.0
@@ -34,6 +42,12 @@ def length(candidate: Candidate, tokens: float, price: float | None) -> tuple[fl
     return seconds / DAY_SECONDS, None if price is None else price * layout.gpus * seconds / 3600
 
 
+def days_range(candidate: Candidate, days: float) -> str:
+    """`9.1–14.2`: days, with the range of the step."""
+    low, high = (days * seconds / candidate.seconds for seconds in candidate.seconds_range)
+    return f"{low:,.1f}–{high:,.1f}"
+
+
 def short(count: float) -> str:
     """`2T`, `300B`, `1.5M`."""
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
@@ -43,7 +57,7 @@ def short(count: float) -> str:
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """Everything about one layout, in bytes and seconds; errors are the half-widths of the 90% bars."""
+    """Everything about one layout, in bytes and seconds; the ranges held nine of ten published runs."""
     layout = candidate.layout
     return {
         "dp": layout.dp,
@@ -56,12 +70,12 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "virtual_stages": layout.virtual_stages,
         "sp": layout.sequence_parallel,
         "memory_bytes": candidate.memory_bytes,
-        "memory_error_bytes": MEMORY_ERROR * candidate.memory.reserved,
+        "memory_range_bytes": list(candidate.memory_range),
         "memory": candidate.memory.by_category(),
         "fits": candidate.fits,
         "fits_surely": candidate.fits_surely,
         "step_seconds": candidate.seconds,
-        "step_error_seconds": TIME_ERROR * candidate.seconds,
+        "step_range_seconds": list(candidate.seconds_range),
         "time": parts(candidate.time),
         "tokens_per_s_per_gpu": candidate.time.tokens_per_s_per_gpu,
         "mfu": mfu(candidate),
@@ -180,12 +194,12 @@ def choice_view(candidate: Candidate, tokens: float | None, price: float | None)
     lines.add_row("layout", Text(str(candidate), style="bold"))
     lines.add_row(
         "memory",
-        f"{gigabytes(held.total)} ± {gigabytes(MEMORY_ERROR * held.reserved)} of "
+        f"{gigabytes(held.total)} ({memory_range(candidate)}) of "
         f"{gigabytes(hardware.memory_bytes)}{spare}: {told}",
     )
     lines.add_row(
         "step",
-        f"{seconds_text(candidate.seconds)} ± {seconds_text(TIME_ERROR * candidate.seconds)}: "
+        f"{seconds_text(candidate.seconds)} ({seconds_range(candidate)}): "
         + ", ".join(
             f"{name} {seconds_text(part)}" for name, part in parts(candidate.time).items() if part > 0.0005
         ),
@@ -199,7 +213,7 @@ def choice_view(candidate: Candidate, tokens: float | None, price: float | None)
         days, cost = length(candidate, tokens, price)
         lines.add_row(
             "length",
-            f"{days:,.1f} ± {TIME_ERROR * days:,.1f} days for {short(tokens)} tokens"
+            f"{days:,.1f} days ({days_range(candidate, days)}) for {short(tokens)} tokens"
             + ("" if cost is None else f", {cost:,.0f} at {price:g} a GPU-hour"),
         )
     return lines
@@ -213,8 +227,8 @@ def pareto_view(candidates: Iterable[Candidate], most: int) -> RenderableType:
     for one in list(candidates)[:most]:
         table.add_row(
             *layout_cells(one),
-            f"{seconds_text(one.seconds)} ± {TIME_ERROR:.0%}",
-            f"{gigabytes(one.memory_bytes)} ± {MEMORY_ERROR:.0%}",
+            f"{seconds_text(one.seconds)} ({seconds_range(one)})",
+            f"{gigabytes(one.memory_bytes)} ({memory_range(one)})",
             gigabytes(one.margin_bytes),
         )
     return table
@@ -269,7 +283,9 @@ def _fitting(candidate: Candidate) -> str:
     if candidate.fits_surely:
         return "fits"
     return (
-        "fits, but only within the error" if candidate.fits else f"lacks {gigabytes(-candidate.margin_bytes)}"
+        f"fits, but up to {gigabytes(candidate.memory_range[1])} would be within the range"
+        if candidate.fits
+        else f"lacks {gigabytes(-candidate.margin_bytes)}"
     )
 
 
@@ -334,13 +350,6 @@ def explanation_view(found: Explanation) -> RenderableType:
     if found.candidate is not None:
         told.append(choice_view(found.candidate, None, None))
     return Group(*told)
-
-
-def legend() -> str:
-    """What the parts of a step are."""
-    return "; ".join(
-        f"{name}: {meaning}" for name, meaning in PARTS.items() if name not in ("context", "expert")
-    )
 
 
 def console() -> Console:

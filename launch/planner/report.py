@@ -8,9 +8,17 @@ from pathlib import Path
 
 from triaxis.launch.planner import present
 from triaxis.launch.planner.artefacts import Job, torchrun_command
-from triaxis.launch.planner.explain import PARTS, gigabytes, neighbours, parts, seconds_text
+from triaxis.launch.planner.explain import (
+    PARTS,
+    gigabytes,
+    memory_range,
+    neighbours,
+    parts,
+    seconds_range,
+    seconds_text,
+)
 from triaxis.launch.planner.reprice import Repriced, distinct
-from triaxis.launch.planner.search import MEMORY_ERROR, TIME_ERROR, Candidate, Plan
+from triaxis.launch.planner.search import Candidate, Plan
 from triaxis.parallel.schedule import make_schedule
 from triaxis.parallel.schedule_draw import summary, svg
 from triaxis.parallel.topology import Topology
@@ -152,10 +160,10 @@ def write_report(
 def _facts(plan: Plan, chosen: Candidate, tokens: float | None, price: float | None) -> list[tuple[str, str]]:
     layout = chosen.layout
     facts = [
-        ("step", f"{seconds_text(chosen.seconds)} ± {TIME_ERROR:.0%}"),
+        ("step", f"{seconds_text(chosen.seconds)} ({seconds_range(chosen)})"),
         (
             "memory",
-            f"{gigabytes(chosen.memory_bytes)} ± {MEMORY_ERROR:.0%} of {gigabytes(layout.hardware.memory_bytes)}",
+            f"{gigabytes(chosen.memory_bytes)} ({memory_range(chosen)}) of {gigabytes(layout.hardware.memory_bytes)}",
         ),
         ("speed", f"{chosen.time.tokens_per_s_per_gpu * layout.gpus:,.0f} tokens/s"),
         ("a GPU", f"{chosen.time.tokens_per_s_per_gpu:,.0f} tokens/s"),
@@ -163,7 +171,9 @@ def _facts(plan: Plan, chosen: Candidate, tokens: float | None, price: float | N
     ]
     if tokens:
         days, cost = present.length(chosen, tokens, price)
-        facts.append((f"{present.short(tokens)} tokens", f"{days:,.1f} days ± {TIME_ERROR:.0%}"))
+        facts.append(
+            (f"{present.short(tokens)} tokens", f"{days:,.1f} days ({present.days_range(chosen, days)})")
+        )
         facts += [] if cost is None else [("cost", f"{cost:,.0f}")]
     facts.append(("priced", f"{len(plan.candidates):,} layouts, {len(plan.fitting):,} fit"))
     return facts
@@ -172,8 +182,8 @@ def _facts(plan: Plan, chosen: Candidate, tokens: float | None, price: float | N
 def _row(candidate: Candidate) -> tuple[str, ...]:
     return (
         *present.layout_cells(candidate),
-        seconds_text(candidate.seconds),
-        gigabytes(candidate.memory_bytes),
+        f"{seconds_text(candidate.seconds)} ({seconds_range(candidate)})",
+        f"{gigabytes(candidate.memory_bytes)} ({memory_range(candidate)})",
         gigabytes(candidate.margin_bytes),
     )
 
@@ -238,13 +248,12 @@ def _used(colours: Mapping[str, str], sizes: Mapping[str, float]) -> list[tuple[
 
 def plot(plan: Plan, chosen: Candidate) -> Plot:
     """All that fit and take at most twice the chosen one's time, and what lies on the Pareto front."""
-    latest = 2 * chosen.seconds
-    near = [one for one in plan.fitting if one.seconds <= latest][:POINTS]
+    near = [one for one in plan.fitting if one.seconds <= 2 * chosen.seconds][:POINTS]
     if chosen not in near:
         near.append(chosen)
     first = 0.97 * min(one.seconds for one in near)
-    last = max(1.02 * max(one.seconds for one in near), (1 + TIME_ERROR) * chosen.seconds)
-    first = min(first, (1 - TIME_ERROR) * chosen.seconds)
+    earliest, latest = chosen.seconds_range
+    first, last = min(first, earliest), max(1.02 * max(one.seconds for one in near), latest)
     capacity = plan.request.hardware.memory_bytes
     top = 1.08 * capacity
 
@@ -269,17 +278,17 @@ def plot(plan: Plan, chosen: Candidate) -> Plot:
         for one in near
     ]
     points.sort(key=lambda point: ("other", "pareto", "chosen").index(point.kind))
-    margin = MEMORY_ERROR * chosen.memory_bytes
+    least, most = chosen.memory_range
     return Plot(
         points=tuple(points),
         across=tuple(Tick(at=round(x(value), 1), text=seconds_text(value)) for value in _ticks(first, last)),
         up=tuple(Tick(at=round(y(value * 1e9), 1), text=f"{value:g}") for value in _ticks(0, top / 1e9)),
         capacity_y=round(y(capacity), 1),
         error=(
-            round(x((1 - TIME_ERROR) * chosen.seconds), 1),
-            round(x((1 + TIME_ERROR) * chosen.seconds), 1),
-            round(y(chosen.memory_bytes + margin), 1),
-            round(y(chosen.memory_bytes - margin), 1),
+            round(x(earliest), 1),
+            round(x(latest), 1),
+            round(y(most), 1),
+            round(y(least), 1),
         ),
     )
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from triaxis.engine.config import ConfigError, RunConfig, resolve
 from triaxis.engine.legal_values import divisors
+from triaxis.launch.planner.accuracy import memory_band, time_band
 from triaxis.launch.planner.cost import StepTime, step_time
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.layout import Layout, Recompute
@@ -25,10 +26,6 @@ VIRTUAL_STAGES = (2, 3, 4, 5, 8)
 RECOMPUTES = (Recompute.NONE, Recompute.FULL)
 EQUAL = 0.02
 """Times closer than this are told apart by nothing here; then the simpler layout is chosen."""
-
-MEMORY_ERROR = 0.05
-TIME_ERROR = 0.20
-"""Nine of ten published runs lie within this share of the closed forms (docs/accuracy.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +74,20 @@ class Candidate:
 
     @property
     def fits_surely(self) -> bool:
-        """Fits with the error of the closed forms against it."""
-        return (
-            self.memory.reserved * (1 + MEMORY_ERROR) + self.memory.context
-            <= self.layout.hardware.memory_bytes
-        )
+        """Fits even at the upper end of its range."""
+        return self.memory_range[1] <= self.layout.hardware.memory_bytes
+
+    @property
+    def memory_range(self) -> tuple[float, float]:
+        """Bytes between which nine of ten published runs of such a prediction lay (docs/accuracy.md)."""
+        band = memory_band(self.layout)
+        return band.low * self.memory_bytes, band.high * self.memory_bytes
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """The same of the step's time."""
+        band = time_band(self.layout)
+        return band.low * self.seconds, band.high * self.seconds
 
     @property
     def topology(self) -> tuple[int, int, int]:
