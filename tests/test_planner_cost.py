@@ -102,6 +102,20 @@ def test_experts_cost_exchanges_and_only_the_chosen_compute() -> None:
     assert active < found.seconds < 12 * active
 
 
+def test_a_token_sent_to_a_node_once_is_cheaper_and_imbalance_dearer() -> None:
+    layout = replace(ONE_NODE, shape=DEEPSEEK_V3, dp=64, pp=8, ep=32, global_batch=1024, software=MEGATRON_TE)
+    once = replace(layout, software=replace(MEGATRON_TE, dispatches_once=True))
+    assert step_time(once).expert < 0.6 * step_time(layout).expert
+    skewed = step_time(replace(layout, imbalance=1.5))
+    assert skewed.expert == pytest.approx(1.5 * step_time(layout).expert, rel=0.05)
+    assert skewed.compute > 1.05 * step_time(layout).compute
+
+
+def test_less_power_is_a_slower_clock() -> None:
+    capped = replace(ONE_NODE, hardware=replace(ONE_NODE.hardware, sustained=0.8))
+    assert 1.1 < step_time(capped).compute / step_time(ONE_NODE).compute < 1.25
+
+
 def test_a_layout_is_priced_in_under_a_millisecond() -> None:
     layouts = [replace(ONE_NODE, dp=16384 // tp, tp=tp, global_batch=16384) for tp in (1, 2, 4, 8)] * 25
     step_time(layouts[0])

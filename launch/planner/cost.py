@@ -126,7 +126,7 @@ def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count
     width = max(flops for name, flops in hardware.peak_flops.items() if name in _WIDE)
     # a faster unit needs a longer product to reach the same share of its peak
     share = hardware.matmul_fraction(flops * width / hardware.peak(layout.dtype))
-    arithmetic = flops / (hardware.peak(layout.dtype) * share)
+    arithmetic = flops / (hardware.rate(layout.dtype) * share)
     memory = hardware.memory_seconds(2 * (tokens * inputs + inputs * outputs + tokens * outputs))
     return count * max(arithmetic, memory)
 
@@ -170,7 +170,7 @@ def _layer(layout: Layout, *, routed: bool) -> _Passes:
         )
     if routed:
         held = shape.experts / layout.ep
-        rows = tokens * shape.chosen / tensor / held
+        rows = tokens * shape.chosen / tensor / held * layout.imbalance
         for inputs, outputs in shape.mlp_matmuls(shape.expert_ffn):
             products += _linear(layout, rows, inputs, outputs, held)
         products += _linear(layout, tokens / tensor, shape.hidden, shape.experts)
@@ -200,9 +200,9 @@ def _attention(layout: Layout) -> _Passes:
         reached = hardware.constants.attention_fraction
         if hardware.generation not in ("volta", "ampere"):
             reached *= layout.software.attention_kernel
-        forward = 0.5 * flops / (hardware.peak(wide) * reached)
+        forward = 0.5 * flops / (hardware.rate(wide) * reached)
         return _Passes(forward=forward, backward=FLASH_BACKWARD * forward)
-    arithmetic = flops / (hardware.peak(wide) * hardware.matmul_fraction(flops / 2))
+    arithmetic = flops / (hardware.rate(wide) * hardware.matmul_fraction(flops / 2))
     # two products write and read 2-byte scores; softmax and dropout read and write them and keep a mask
     forward = max(arithmetic, hardware.memory_seconds(4 * pairs)) + hardware.memory_seconds(9 * pairs)
     return _Passes(forward=forward, backward=2 * forward)
@@ -232,7 +232,8 @@ def _head(layout: Layout) -> _Passes:
     logits = layout.tokens * shape.vocab / layout.tp
     product = _linear(layout, layout.tokens, shape.hidden, shape.vocab / layout.tp)
     loss = layout.hardware.memory_seconds(logits * layout.software.loss_bytes)
-    return product + _Passes(forward=loss / 2, backward=loss / 2)
+    again = 0.0 if layout.software.logit_bytes else product.forward  # chunks' logits are multiplied again
+    return product + _Passes(forward=loss / 2, backward=loss / 2, again=again)
 
 
 def _tensor(layout: Layout) -> float:
@@ -271,8 +272,16 @@ def _expert(layout: Layout) -> float:
     shape = layout.shape
     if not shape.experts or layout.ep == 1:
         return 0.0
-    nbytes = 2 * layout.tokens / layout.tp * shape.chosen * shape.hidden
-    once = collective_seconds("all_to_all", nbytes, layout.group("ep"), layout.hardware)
+    tokens = 2 * layout.tokens / layout.tp * shape.hidden
+    ranks, per_node = layout.group("ep"), layout.hardware.gpus_per_node
+    nodes = -(-layout.ep // per_node)
+    copies = float(shape.chosen)
+    if layout.software.dispatches_once and nodes > 1:
+        # one copy to each other node that any chosen expert is on, spread from there over the fast links
+        reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.chosen)
+        spread = layout.hardware.inter.bytes_per_s / layout.hardware.intra.bytes_per_s
+        copies = max(reached * nodes / (nodes - 1), shape.chosen * spread)
+    once = collective_seconds("all_to_all", tokens * copies * layout.imbalance, ranks, layout.hardware)
     return (4 if layout.recompute != Recompute.FULL else 6) * once
 
 

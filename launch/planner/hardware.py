@@ -46,6 +46,7 @@ class Hardware:
     intra: per accelerator inside the node; inter: per network card (nics_per_node of them)
     efficiency: (FLOPs of a matrix product, share of the peak reached), ascending
     generation, constants: what training reaches of it; switched: False where a pair inside a node has only its link
+    sustained: share of the peaks' clock that its power allows in long runs
     """
 
     name: str
@@ -61,6 +62,7 @@ class Hardware:
     efficiency: tuple[tuple[float, float], ...]
     constants: Constants
     generation: str = MEASURED
+    sustained: float = 1.0
     switched: bool = True
 
     def peak(self, dtype: str) -> float:
@@ -75,7 +77,11 @@ class Hardware:
         """Time of a matrix product of `flops` FLOPs, launch excluded."""
         if flops <= 0:
             return 0.0
-        return flops / (self.peak(dtype) * self.matmul_fraction(flops))
+        return flops / (self.rate(dtype) * self.matmul_fraction(flops))
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s in `dtype` at the clock of long runs."""
+        return self.peak(dtype) * self.sustained
 
     def matmul_fraction(self, flops: float) -> float:
         """Share of the peak that a product of `flops` FLOPs reaches: the curve, linear in log FLOPs."""
@@ -176,6 +182,7 @@ def _hardware(values: Mapping[str, object], origin: str) -> Hardware:
         efficiency=_curve(values["efficiency"], origin),
         constants=constants_of(generation),
         generation=generation,
+        sustained=_number(values.get("sustained", 1.0), "sustained", origin, positive=True),
         switched=switched,
     )
 

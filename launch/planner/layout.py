@@ -38,7 +38,7 @@ class Software:
     spare_gradients: bytes for each weight of one layer and the head that gradients pass through
     layer_launches: operators that the host dispatches for a layer's forward and backward, 0 with CUDA graphs or a
     compiler; loss_bytes: moved for each logit by the loss, both passes; keeps_fp8: inputs of fp8
-    products are kept as fp8
+    products are kept as fp8; dispatches_once: a token goes to a node once, however many of its experts are there
     fragmented: of what tensors take, held by the allocator besides; context_bytes: of the device's context,
     libraries and fixed buckets
     """
@@ -63,6 +63,7 @@ class Software:
     layer_launches: tuple[int, int] = (100, 180)
     loss_bytes: float = 12.0
     keeps_fp8: bool = False
+    dispatches_once: bool = False
     fragmented: float = 0.05
     context_bytes: float = 1e9
 
@@ -73,7 +74,8 @@ MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
 MEGATRON_TE = Software(
     name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0, keeps_fp8=True
 )
-NEMO = replace(MEGATRON_TE, name="NeMo and Megatron Bridge", gradient_bytes=2, reduce_bytes=2)
+NEMO = replace(MEGATRON_TE, name="NeMo", gradient_bytes=2, reduce_bytes=2)
+BRIDGE = replace(NEMO, name="Megatron Bridge", dispatches_once=True)
 MEGATRON_OFFLOAD = Software(
     name="Megatron with activations on the host",
     overlaps_tensor=True,
@@ -149,6 +151,7 @@ class Layout:
     microbatch, global_batch: sequences of `sequence` tokens; schedule: "gpipe", "1f1b" or "interleaved", and
     virtual_stages, its chunks of layers per pipeline rank
     dtype: of the products, a key of the hardware's peaks; trains_weights: False if only adapters are trained
+    imbalance: tokens of the busiest rank's experts over the mean
     offloaded: share of the activations that waits in the host's memory
     states_on_host: weights, gradients and optimizer states are there, a unit at a time on the accelerator
     """
@@ -172,6 +175,7 @@ class Layout:
     flash_attention: bool = True
     dtype: str = "bf16"
     trains_weights: bool = True
+    imbalance: float = 1.0
     offloaded: float = 0.0
     states_on_host: bool = False
     software: Software = TRIAXIS

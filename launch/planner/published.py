@@ -16,6 +16,7 @@ from typing import Final
 
 from triaxis.launch.planner.hardware import Hardware, Link, load_hardware
 from triaxis.launch.planner.layout import (
+    BRIDGE,
     FSDP,
     FSDP_BF16,
     FSDP_COMPILED,
@@ -35,6 +36,7 @@ from triaxis.launch.planner.memory import memory
 from triaxis.launch.planner.shapes import Latent, Shape
 
 REACHED: Final = 0.94  # of a network card's line rate
+ROUTERS_IMBALANCE: Final = 1.2
 GPUS: Final = (  # how the gpu column begins, and the preset
     ("A100-SXM-40GB", "a100-40g"),
     ("A100-PCIe", "a100-pcie-80g"),
@@ -236,7 +238,7 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
     zero, shard_ranks = _zero(row, software)
     if software is MEGATRON_OFFLOAD:  # a fork from before optimizer states were sharded over cp too
         shard_ranks = dp
-    modern = software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO)
+    modern = software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO, BRIDGE)
     precision = row.get("precision_class") or "fp16/bf16"
     hardware = hardware_of(row)
     dtype = {"fp8": "fp8", "fp4": "fp4"}.get(precision, "bf16")
@@ -265,6 +267,7 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         flash_attention=flash == "1",
         dtype=dtype,
         trains_weights="lora" not in row.get("workload", "").lower() and "lora" not in row["model"].lower(),
+        imbalance=_imbalance(row) if shape.experts else 1.0,
         offloaded=_offloaded(row.get("notes", "")),
         states_on_host="cpu offload" in row.get("zero_fsdp", "").lower(),
         software=software,
@@ -282,6 +285,12 @@ def _least_recompute(layout: Layout) -> Layout:
         if memory(layout).allocated <= 2 * layout.hardware.memory_bytes:
             break
     return layout
+
+
+def _imbalance(row: Mapping[str, str]) -> float:
+    """1 where the text says that routing was forced to be balanced, as microbenchmarks do; else as routers are."""
+    balanced = "balanced" in row.get("notes", "") or "benchmark" in row.get("workload", "")
+    return 1.0 if balanced else ROUTERS_IMBALANCE
 
 
 def _offloaded(text: str) -> float:
@@ -305,7 +314,9 @@ def software_of(row: Mapping[str, str]) -> Software:
         return MEGATRON_OFFLOAD
     if "megatron-lm" in framework and row.get("date", "") < "2023":
         return MEGATRON_2021
-    if any(name in framework for name in ("nemo /", "megatron-bridge")):
+    if "megatron-bridge" in framework:
+        return BRIDGE
+    if "nemo /" in framework:
         return NEMO
     if any(name in framework for name in ("megatron-core", "+ te", "primus")):
         return MEGATRON_TE
@@ -329,7 +340,7 @@ def _zero(row: Mapping[str, str], software: Software) -> tuple[int, int | None]:
         return 1, None
     if text.startswith("none"):
         return 0, None
-    return (1, None) if software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO) else (0, None)
+    return (1, None) if software in (MEGATRON, MEGATRON_TE, MEGATRON_OFFLOAD, NEMO, BRIDGE) else (0, None)
 
 
 def hardware_of(row: Mapping[str, str]) -> Hardware:

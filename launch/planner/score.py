@@ -107,8 +107,8 @@ class Score:
             },
             "sources": {
                 source: {
-                    "throughput": _figures(self.throughput(lambda row, of=source: row.run.source == of)),
-                    "memory": _figures(self.memory(lambda row, of=source: row.run.source == of)),
+                    "throughput": _figures(self.throughput(_from(source))),
+                    "memory": _figures(self.memory(_from(source))),
                     "regret": _regret([choice for choice in choices if choice.source == source]),
                 }
                 for source in self.sources
@@ -121,6 +121,10 @@ class Score:
 def is_dense_16_bit(row: Scored) -> bool:
     """A model without experts, trained in bf16 or fp16."""
     return row.run.dense and row.run.sixteen_bit
+
+
+def _from(source: str) -> Callable[[Scored], bool]:
+    return lambda row: row.run.source == source
 
 
 def score(path: Path | str = SHIPPED) -> Score:
@@ -250,7 +254,7 @@ def print_score(found: Score) -> None:
         table.add_column(heading, justify="left" if heading == "source" else "right")
     choices = found.choices()
     for source in found.sources:
-        _summary(table, source, found, choices, lambda row, of=source: row.run.source == of)
+        _summary(table, source, found, choices, _from(source))
     table.add_section()
     _summary(table, "dense, 16 bits", found, [], is_dense_16_bit)
     _summary(table, "all", found, choices, lambda _: True)
