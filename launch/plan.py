@@ -403,8 +403,8 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> int:
     console.print(f"\n[bold]{hardware.name}, {options.seq:,} tokens a sequence[/]")
     console.print(present.needs_view(counts))
     console.print(
-        "least: the fewest that hold it at all, everything sharded and recomputed. recommended: the fewest that need\n"
-        "neither ZeRO-3 nor recompute and fill at most 80%. Both are about fitting, not about finishing: docs/memory.md"
+        "least: the fewest that hold it at all, everything sharded and recomputed. recommended: the fewest without\n"
+        "recompute that fill at most 80%. Both are about fitting, not about finishing: docs/memory.md"
     )
     return 0
 

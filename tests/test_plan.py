@@ -359,7 +359,7 @@ def test_needs_are_least(table: dict[str, dict[str, Any]]) -> None:
         assert need.least is not None and need.recommended is not None
         assert need.least.layout.gpus <= need.recommended.layout.gpus
         assert need.recommended.memory_bytes <= 0.8 * hardware.memory_bytes
-        assert need.recommended.layout.zero < 3
+        assert need.recommended.layout.recompute == Recompute.NONE
         half = need.least.layout.gpus // 2
         light = lightest(request(need.model.name, half, global_batch=4 * half))
         assert not any(one.fits for one in light)
@@ -481,3 +481,13 @@ def test_one_name_for_all_programs() -> None:
         [sys.executable, "-m", "triaxis.launch.cli", "plam"], capture_output=True, text=True, check=False
     )
     assert wrong.returncode == 2 and "nearest: plan" in wrong.stderr
+
+
+def test_the_documents_figures_are_the_forms() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "memory.md").read_text(encoding="utf-8")
+    states = list(model_states(load_config("llama2-7b"), 8, load_hardware("a100-80g")))
+    assert len(states) == 13
+    for one in states:
+        cells = (one.parameters, one.gradients, one.optimizer, one.buffers, one.total)
+        row = " | ".join([one.engine, one.name, *(f"{cell / 1e9:.1f}" for cell in cells)])
+        assert f"| {row} |" in text

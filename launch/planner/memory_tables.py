@@ -91,7 +91,7 @@ def _states(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Accelerators for a model. least: the fewest that can hold it at all, everything sharded and recomputed;
-    recommended: the fewest that train it with neither ZeRO-3 nor recompute, and fill at most COMFORTABLE."""
+    recommended: the fewest that train it without recompute and fill at most COMFORTABLE."""
 
     name: str
     model: ModelConfig
@@ -140,7 +140,7 @@ def _recommended(model: ModelConfig, hardware: Hardware, seq: int) -> Candidate 
         request = _request(model, model.name, hardware, seq, count, "bf16")
         found = [
             one
-            for one in candidates(request, zeros=(0, 1, 2), max_microbatch=1)
+            for one in candidates(request, max_microbatch=1)
             if one.memory_bytes <= COMFORTABLE * hardware.memory_bytes
             and one.layout.recompute == "none"
             and one.layout.virtual_stages == 1
