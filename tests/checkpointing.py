@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from agreement import LEARNING_RATE, Layout, Piece, assemble, plan_of, sequences
+from agreement import LEARNING_RATE, MODEL, Layout, Piece, assemble, plan_of, sequences
 from torch import Tensor
 
-from triaxis.engine.checkpoint.store import RunState
+from triaxis.engine.checkpoint.store import CheckpointStore, RunState
 from triaxis.engine.optimizer import MOMENTS
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import build_mesh
+from triaxis.parallel.thread_world import run_threads
 from triaxis.parallel.topology import Topology
 
 
@@ -77,3 +81,41 @@ def gathered(step: TrainingStep) -> Pieces:
 def weights_of(step: TrainingStep) -> list[Tensor]:
     """The weights that this rank computes with (stage 3: what it would send), as stored."""
     return [(b.shard if b.stage == 3 else b.parameters).clone() for b in step.data_parallel.buckets]  # type: ignore[attr-defined]
+
+
+LAYOUT = Layout(dp=2, zero=1)
+
+
+def on_ranks(
+    work: Callable[[TrainingStep, CheckpointStore], Any], directory: Path, layout: Layout = LAYOUT
+) -> list[Any]:
+    """What `work` returned on every rank."""
+
+    def rank(world: World) -> Any:  # noqa: ANN401
+        step = open_step(world, layout, MODEL, "adamw, clip 1", "fp32")
+        return work(step, CheckpointStore(directory, step))
+
+    return run_threads(layout.size, rank)
+
+
+def save_steps(directory: Path, *numbers: int) -> None:
+    """Checkpoints of some steps, each after one step more of training."""
+
+    def work(step: TrainingStep, store: CheckpointStore) -> None:
+        for place, number in enumerate(numbers):
+            train(step, LAYOUT, range(place, place + 1))
+            store.save(state_at(number))
+
+    on_ranks(work, directory)
+
+
+def load_newest(step: TrainingStep, store: CheckpointStore) -> int:
+    path = store.latest()
+    assert path is not None
+    return store.load(path).step
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -1,82 +1,35 @@
-"""Checkpoint files: complete or absent, checked when read, never pickled; and the command that looks into them."""
+"""Checkpoint files: who writes what, what they hold, and what happens to damaged ones."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
-import shutil
-import subprocess
-import sys
-import threading
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agreement import MODEL, Layout
-from checkpointing import open_step, state_at, train
+from checkpointing import flip_a_byte, load_newest, on_ranks, save_steps, state_at
 from safetensors.torch import load_file
 from torch import Tensor
 
 from triaxis.engine.checkpoint import storage
 from triaxis.engine.checkpoint.folder import (
-    BEST,
     FOLDER,
     MANIFEST,
-    begin_folder,
     complete_checkpoints,
-    place_folder,
-    prune_folders,
-    reading,
 )
 from triaxis.engine.checkpoint.manifest import read_manifest
-from triaxis.engine.checkpoint.planner import StatePlanner, share_out, write_item
+from triaxis.engine.checkpoint.planner import share_out, write_item
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
-from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore, SaveError
+from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore
 from triaxis.engine.checkpoint.stored import StoredTensors
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.checkpoint import main
-from triaxis.parallel.group import World
-from triaxis.parallel.thread_world import run_threads
-
-LAYOUT = Layout(dp=2, zero=1)
-
-
-def on_ranks(
-    work: Callable[[TrainingStep, CheckpointStore], Any], directory: Path, layout: Layout = LAYOUT
-) -> list[Any]:
-    """What `work` returned on every rank."""
-
-    def rank(world: World) -> Any:  # noqa: ANN401
-        step = open_step(world, layout, MODEL, "adamw, clip 1", "fp32")
-        return work(step, CheckpointStore(directory, step))
-
-    return run_threads(layout.size, rank)
-
-
-def save_steps(directory: Path, *numbers: int) -> None:
-    """Checkpoints of some steps, each after one step more of training."""
-
-    def work(step: TrainingStep, store: CheckpointStore) -> None:
-        for place, number in enumerate(numbers):
-            train(step, LAYOUT, range(place, place + 1))
-            store.save(state_at(number))
-
-    on_ranks(work, directory)
-
-
-def load_newest(step: TrainingStep, store: CheckpointStore) -> int:
-    path = store.latest()
-    assert path is not None
-    return store.load(path).step
-
-
-# Geometry and sharing out.
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 4), (3, 5), (2, 3, 4)])
@@ -125,9 +78,6 @@ def test_replicas_are_balanced_over_ranks_and_written_once(tmp_path: Path) -> No
     assert len(sizes) == 4
     assert states < sum(sizes) < 1.15 * states  # the rest is file heads
     assert max(sizes) < 1.1 * min(sizes)
-
-
-# On disk.
 
 
 def test_files_are_plain_safetensors(tmp_path: Path) -> None:
@@ -220,79 +170,6 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     assert not torch.equal(before, after)
 
 
-class Killed(BaseException):
-    """The process is gone: nothing catches this."""
-
-
-OPERATIONS = ("mkdir", "rename", "fsync", "unlink", "rmdir")
-
-
-def kill_before(patch: pytest.MonkeyPatch, number: int) -> None:
-    """From now on the n-th change to the file system does not happen, nor anything after it."""
-    done = 0
-
-    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            nonlocal done
-            done += 1
-            if done >= number:
-                raise Killed
-            return operation(*arguments, **options)
-
-        return run
-
-    for name in OPERATIONS:
-        patch.setattr(os, name, counted(getattr(os, name)))
-
-
-@pytest.mark.parametrize("second_step", [1, 2])
-def test_killed_between_any_two_operations_a_whole_checkpoint_is_left(
-    second_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 1 is saved; then step 2, or step 1 again, dies at one operation after the other until it lives."""
-
-    def main(world: World) -> int:
-        step = open_step(world, Layout(), MODEL, "adamw, clip 1", "fp32")
-        master = step.data_parallel.buckets[0].master
-        number = 0
-        while True:
-            number += 1
-            store = CheckpointStore(tmp_path / str(number), step)
-            master.fill_(1.0)
-            store.save(state_at(1))
-            master.fill_(2.0)
-            with monkeypatch.context() as patch:
-                kill_before(patch, number)
-                try:
-                    store.save(state_at(second_step))
-                    store.prune(1)
-                    lived = True
-                except Killed:
-                    lived = False
-            again = CheckpointStore(tmp_path / str(number), step)
-            for path in complete_checkpoints(tmp_path / str(number)):  # none of them is damaged
-                again.load(path)
-            assert float(master[0]) in ((2.0,) if lived else (1.0, 2.0)), number
-            master.fill_(3.0)
-            again.save(state_at(3))
-            again.prune(1)
-            assert [p.name for p in (tmp_path / str(number) / FOLDER).iterdir()] == ["step-00000003"], number
-            shutil.rmtree(tmp_path / str(number))
-            if lived:
-                return number
-
-    assert run_threads(1, main)[0] > 8
-
-
-# Damage.
-
-
-def flip_a_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def change_a_digit(path: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace('"tokens": 256', '"tokens": 257'))
@@ -374,311 +251,3 @@ def test_nothing_pickled_is_ever_opened(tmp_path: Path) -> None:
         on_ranks(load_newest, tmp_path)
     assert main(["verify", str(tmp_path)]) == 1
     assert not (tmp_path / "executed").exists()
-
-
-# Saves that fail.
-
-
-def fails_on_both_ranks(step: TrainingStep, store: CheckpointStore, *, asynchronous: bool = False) -> str:
-    """The message of a save that fails; training goes on."""
-    with pytest.raises(SaveError) as raised:
-        store.save(state_at(2), asynchronous=asynchronous)
-        store.finish()
-    assert raised.value.step == 2
-    train(step, LAYOUT, range(1))
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_fails_the_save_on_all_ranks(
-    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_steps(tmp_path, 1)
-    written = storage.ShardWriter.write_data
-
-    def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
-        if plan.storage_data == "shard-00001.safetensors":
-            (self._folder / plan.storage_data).write_bytes(b"")  # zero bytes beside good ones
-            with storage._named(self._folder / plan.storage_data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return written(self, plan, planner)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.ShardWriter, "write_data", write_data)
-        texts = on_ranks(
-            lambda step, store: fails_on_both_ranks(step, store, asynchronous=asynchronous), tmp_path
-        )
-    assert texts[0] == texts[1]
-    for words in ("step 2", "rank 1", "No space left on device", "shard-00001.safetensors"):
-        assert words in texts[0]
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step-00000001"]
-    assert on_ranks(load_newest, tmp_path) == [1, 1]
-
-
-@contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    """A file system of that size at `folder`; skips where this user may not mount one."""
-    folder.mkdir()
-    made = (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)],
-            capture_output=True,
-            check=False,
-        )
-        if shutil.which("mount")
-        else None
-    )
-    if made is None or made.returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    one_checkpoint = 12 * MODEL.parameters()
-    with small_disk(tmp_path / "disk", int(1.7 * one_checkpoint)):
-        save_steps(tmp_path / "disk", 1)
-        texts = on_ranks(fails_on_both_ranks, tmp_path / "disk")
-        assert "No space left on device" in texts[0]
-        assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
-        assert [path.name for path in (tmp_path / "disk" / FOLDER).iterdir()] == ["step-00000001"]
-
-
-def test_a_folder_that_cannot_be_made_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).write_text("not a folder")
-    texts = on_ranks(fails_on_both_ranks, tmp_path)
-    assert texts[0] == texts[1]
-    assert str(tmp_path / FOLDER) in texts[0]
-
-
-def test_a_read_only_disk_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 1 << 20):
-        save_steps(tmp_path / "disk", 1)
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
-        texts = on_ranks(fails_on_both_ranks, tmp_path / "disk")
-        assert texts[0] == texts[1]
-        assert "Read-only file system" in texts[0]
-        assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
-
-
-# Asynchronous saves.
-
-
-def test_an_asynchronous_save_holds_the_values_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if nothing is written before training has gone on; a second save waits for the first."""
-    may_write = threading.Event()
-    written = storage.ShardWriter.write_data
-
-    def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
-        may_write.wait(20)
-        return written(self, plan, planner)
-
-    monkeypatch.setattr(storage.ShardWriter, "write_data", write_data)
-
-    def work(step: TrainingStep, store: CheckpointStore) -> None:
-        train(step, LAYOUT, range(1))
-        store.save(state_at(1), asynchronous=True)
-        assert not store.poll()
-        assert not store.commit_if_ready()
-        train(step, LAYOUT, range(1, 2))
-        assert complete_checkpoints(tmp_path / "later") == []
-        step.mesh.everyone.barrier()
-        may_write.set()
-        store.save(state_at(2), asynchronous=True)
-        assert len(complete_checkpoints(tmp_path / "later")) == 1
-        train(step, LAYOUT, range(2, 3))
-        while not store.commit_if_ready():
-            pass
-        assert store.poll()
-        assert not store.commit_if_ready()
-
-    on_ranks(work, tmp_path / "later")
-    may_write.set()
-    save_steps(tmp_path / "at once", 1, 2)
-    for number in range(2):
-        one, other = (complete_checkpoints(tmp_path / name)[number] for name in ("later", "at once"))
-        assert main(["diff", str(one), str(other)]) == 0
-
-
-def test_a_rank_without_a_share_stages_nothing() -> None:
-    planner = StatePlanner()
-    planner.set_up_planner({})
-    planner.stage(planner.create_local_plan())
-
-
-def test_a_failed_asynchronous_save_is_told_by_its_step_and_the_next_one_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = storage.ShardWriter.write_data
-
-    def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
-        if "step-00000001" in str(self._folder) and plan.storage_data == "shard-00000.safetensors":
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        return written(self, plan, planner)
-
-    monkeypatch.setattr(storage.ShardWriter, "write_data", write_data)
-
-    def work(step: TrainingStep, store: CheckpointStore) -> int:
-        store.save(state_at(1), asynchronous=True)
-        with pytest.raises(SaveError, match=r"step 1 was not saved, by rank 0.*[Qq]uota"):
-            store.save(state_at(2))
-        return load_newest(step, store)
-
-    assert on_ranks(work, tmp_path) == [2, 2]
-
-
-# Pruning.
-
-
-def made_checkpoints(folder: Path, *steps: int, best: tuple[int, ...] = ()) -> None:
-    for step in steps:
-        temporary = begin_folder(folder, step, "x")
-        (temporary / MANIFEST).write_text("{}")
-        if step in best:
-            (temporary / BEST).touch()
-        place_folder(temporary, step)
-
-
-@pytest.mark.parametrize(
-    ("keep", "best", "left"),
-    [
-        (2, (), [30, 40]),
-        (1, (), [40]),
-        (0, (), [40]),
-        (1, (20,), [20, 40]),
-        (3, (10, 20), [20, 30, 40]),
-        (9, (), [10, 20, 30, 40]),
-    ],
-)
-def test_pruning_keeps_the_newest_and_the_best(
-    keep: int, best: tuple[int, ...], left: list[int], tmp_path: Path
-) -> None:
-    made_checkpoints(tmp_path / FOLDER, 10, 20, 30, 40, best=best)
-    prune_folders(tmp_path / FOLDER, keep)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step-{step:08d}" for step in left]
-    assert len(list((tmp_path / FOLDER).iterdir())) == len(left)
-
-
-def test_a_checkpoint_being_read_is_not_pruned(tmp_path: Path) -> None:
-    made_checkpoints(tmp_path / FOLDER, 10, 20, 30)
-    with reading(tmp_path / FOLDER / "step-00000010"):
-        prune_folders(tmp_path / FOLDER, 1)
-        assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000010", "step-00000030"]
-    prune_folders(tmp_path / FOLDER, 1)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000030"]
-
-
-def test_loading_marks_the_checkpoint_as_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_steps(tmp_path, 1, 2)
-    read = storage.ShardReader.read_data
-    left: list[int] = []
-
-    def read_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
-        prune_folders(tmp_path / FOLDER, 1)
-        left.append(len(complete_checkpoints(tmp_path)))
-        return read(self, plan, planner)
-
-    monkeypatch.setattr(storage.ShardReader, "read_data", read_data)
-    on_ranks(lambda step, store: store.load(complete_checkpoints(tmp_path)[0]), tmp_path)
-    assert left == [2, 2]
-
-
-# The command.
-
-
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    save_steps(folder, 1, 2)
-    return folder
-
-
-def test_ls_and_show(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(run_folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["checkpoint", "step-00000001", "step-00000002"]
-    assert lines[1].split()[1:4] == ["complete", "1", "128"]
-    assert main(["show", str(run_folder)]) == 0
-    text = capsys.readouterr().out
-    assert "config.learning_rate" in text
-    assert "2 (2 updates)" in text
-    assert "master/model.layers.0.self_attn.q_proj.weight" in text
-    assert "32 × 32" in text
-
-
-def test_verify_names_the_damaged_file(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(run_folder)]) == 0
-    shutil.copytree(run_folder, tmp_path / "copy")
-    flip_a_byte(tmp_path / "copy" / FOLDER / "step-00000002" / "shard-00001.safetensors")
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "copy")]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("as written")
-    assert "step-00000002/shard-00001.safetensors does not match its checksum" in lines[1]
-
-
-def test_diff_names_what_differs(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = complete_checkpoints(run_folder)
-    assert main(["diff", str(first), str(first)]) == 0
-    capsys.readouterr()
-    assert main(["diff", str(first), str(second)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    found = {line.split()[0]: line.split()[-1] for line in lines[1:-1]}
-    expected = max(
-        float((a - b).abs().max())
-        for a, b in [
-            [StoredTensors(path).read("master/model.norm.weight", (0,), (32,)) for path in (first, second)]
-        ]
-    )
-    assert float(found["master/model.norm.weight"]) == pytest.approx(expected, rel=1e-3)
-    assert lines[-1].split()[-3:] == ["1", "against", "2"]
-
-
-@pytest.mark.parametrize("files", [1, 3])
-def test_a_resharded_checkpoint_is_the_same_and_loads(
-    files: int, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["reshard", str(run_folder), "--out", str(tmp_path), "--files", str(files)]) == 0
-    (path,) = complete_checkpoints(tmp_path)
-    sizes = [file.size_bytes for file in read_manifest(path).files.values()]
-    assert len(sizes) == files
-    assert max(sizes) < 1.3 * min(sizes)
-    assert main(["verify", str(tmp_path)]) == 0
-    assert main(["diff", str(run_folder), str(tmp_path)]) == 0
-    assert on_ranks(load_newest, tmp_path, Layout(tp=2)) == [2, 2]
-    with pytest.raises(SystemExit):
-        main(["reshard", str(run_folder), "--out", str(tmp_path), "--files", "2"])
-    assert "without checkpoints" in capsys.readouterr().err
-
-
-def test_a_damaged_checkpoint_is_not_resharded(run_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(run_folder, tmp_path / "copy")
-    flip_a_byte(tmp_path / "copy" / FOLDER / "step-00000002" / "shard-00000.safetensors")
-    with pytest.raises(SystemExit):
-        main(["reshard", str(tmp_path / "copy"), "--out", str(tmp_path / "out"), "--files", "1"])
-    assert complete_checkpoints(tmp_path / "out") == []
-
-
-def test_a_folder_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("ls", "show", "verify"):
-        with pytest.raises(SystemExit) as ended:
-            main([command, str(tmp_path)])
-        assert ended.value.code == 2
-    assert "must hold a complete checkpoint" in capsys.readouterr().err
-
-
-def test_looking_at_checkpoints_needs_no_torch() -> None:
-    names = (
-        "engine.checkpoint.folder",
-        "engine.checkpoint.manifest",
-        "engine.checkpoint.rectangles",
-        "launch.checkpoint",
-    )
-    lines = ["import sys", *(f"import triaxis.{name}" for name in names), "assert 'torch' not in sys.modules"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -1,0 +1,176 @@
+"""Saves that fail leave nothing behind and all ranks in agreement; asynchronous ones hold their step's values."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import MODEL
+from checkpointing import LAYOUT, load_newest, on_ranks, save_steps, state_at, train
+
+from triaxis.engine.checkpoint import storage
+from triaxis.engine.checkpoint.folder import (
+    FOLDER,
+    complete_checkpoints,
+)
+from triaxis.engine.checkpoint.planner import StatePlanner
+from triaxis.engine.checkpoint.store import CheckpointStore, SaveError
+from triaxis.engine.step import TrainingStep
+from triaxis.launch.checkpoint import main
+
+
+def fails_on_both_ranks(step: TrainingStep, store: CheckpointStore, *, asynchronous: bool = False) -> str:
+    """The message of a save that fails; training goes on."""
+    with pytest.raises(SaveError) as raised:
+        store.save(state_at(2), asynchronous=asynchronous)
+        store.finish()
+    assert raised.value.step == 2
+    train(step, LAYOUT, range(1))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_fails_the_save_on_all_ranks(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1)
+    written = storage.ShardWriter.write_data
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
+        if plan.storage_data == "shard-00001.safetensors":
+            (self._folder / plan.storage_data).write_bytes(b"")  # zero bytes beside good ones
+            with storage._named(self._folder / plan.storage_data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(self, plan, planner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.ShardWriter, "write_data", write_data)
+        texts = on_ranks(
+            lambda step, store: fails_on_both_ranks(step, store, asynchronous=asynchronous), tmp_path
+        )
+    assert texts[0] == texts[1]
+    for words in ("step 2", "rank 1", "No space left on device", "shard-00001.safetensors"):
+        assert words in texts[0]
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step-00000001"]
+    assert on_ranks(load_newest, tmp_path) == [1, 1]
+
+
+@contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
+    """A file system of that size at `folder`; skips where this user may not mount one."""
+    folder.mkdir()
+    made = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)],
+            capture_output=True,
+            check=False,
+        )
+        if shutil.which("mount")
+        else None
+    )
+    if made is None or made.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    one_checkpoint = 12 * MODEL.parameters()
+    with small_disk(tmp_path / "disk", int(1.7 * one_checkpoint)):
+        save_steps(tmp_path / "disk", 1)
+        texts = on_ranks(fails_on_both_ranks, tmp_path / "disk")
+        assert "No space left on device" in texts[0]
+        assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
+        assert [path.name for path in (tmp_path / "disk" / FOLDER).iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_that_cannot_be_made_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("not a folder")
+    texts = on_ranks(fails_on_both_ranks, tmp_path)
+    assert texts[0] == texts[1]
+    assert str(tmp_path / FOLDER) in texts[0]
+
+
+def test_a_read_only_disk_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20):
+        save_steps(tmp_path / "disk", 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        texts = on_ranks(fails_on_both_ranks, tmp_path / "disk")
+        assert texts[0] == texts[1]
+        assert "Read-only file system" in texts[0]
+        assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if nothing is written before training has gone on; a second save waits for the first."""
+    may_write = threading.Event()
+    written = storage.ShardWriter.write_data
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
+        may_write.wait(20)
+        return written(self, plan, planner)
+
+    monkeypatch.setattr(storage.ShardWriter, "write_data", write_data)
+
+    def work(step: TrainingStep, store: CheckpointStore) -> None:
+        train(step, LAYOUT, range(1))
+        store.save(state_at(1), asynchronous=True)
+        assert not store.poll()
+        assert not store.commit_if_ready()
+        train(step, LAYOUT, range(1, 2))
+        assert complete_checkpoints(tmp_path / "later") == []
+        step.mesh.everyone.barrier()
+        may_write.set()
+        store.save(state_at(2), asynchronous=True)
+        assert len(complete_checkpoints(tmp_path / "later")) == 1
+        train(step, LAYOUT, range(2, 3))
+        while not store.commit_if_ready():
+            pass
+        assert store.poll()
+        assert not store.commit_if_ready()
+
+    on_ranks(work, tmp_path / "later")
+    may_write.set()
+    save_steps(tmp_path / "at once", 1, 2)
+    for number in range(2):
+        one, other = (complete_checkpoints(tmp_path / name)[number] for name in ("later", "at once"))
+        assert main(["diff", str(one), str(other)]) == 0
+
+
+def test_a_rank_without_a_share_stages_nothing() -> None:
+    planner = StatePlanner()
+    planner.set_up_planner({})
+    planner.stage(planner.create_local_plan())
+
+
+def test_a_failed_asynchronous_save_is_told_by_its_step_and_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = storage.ShardWriter.write_data
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
+        if "step-00000001" in str(self._folder) and plan.storage_data == "shard-00000.safetensors":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return written(self, plan, planner)
+
+    monkeypatch.setattr(storage.ShardWriter, "write_data", write_data)
+
+    def work(step: TrainingStep, store: CheckpointStore) -> int:
+        store.save(state_at(1), asynchronous=True)
+        with pytest.raises(SaveError, match=r"step 1 was not saved, by rank 0.*[Qq]uota"):
+            store.save(state_at(2))
+        return load_newest(step, store)
+
+    assert on_ranks(work, tmp_path) == [2, 2]
