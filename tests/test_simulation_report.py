@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from triaxis.launch.simulate import main
 from triaxis.launch.simulator.chrome import write_trace
 from triaxis.launch.simulator.report import write_report
 from triaxis.parallel.schedule import make_schedule, simulate
@@ -86,6 +87,7 @@ def example(
         }
         curves.append({"rank": rank, "seconds": seconds, "bytes": held_bytes})
     tokens = microbatches * dp * 4096
+    needed = max(one["reserved_bytes"] for one in ranks) + 1e9
     return {
         "run": {"model": "llama3-70b", "parameters": 70553706496, "dtype": "bf16", "zero": 3, "schedule": name,
                 "virtual_stages": virtual_stages, "microbatches": microbatches, "microbatch_size": 1,
@@ -94,7 +96,7 @@ def example(
                      "gpus_per_node": 8, "nodes": -(-topology.world_size // 8)},
         "hardware": {"name": "h100-80g", "memory_bytes": capacity, "source": "data sheet"},
         "proof": {"holds": True, "ranks": topology.world_size, "classes": 2 * pp, "communications": 22383360,
-                  "obligations": [{"name": name, "holds": True} for name in
+                  "obligations": [{"name": name, "holds": True, "warned": False} for name in
                                   ("agreement", "channels", "progress", "one queue", "handles", "gradients", "memory")],
                   "faults": [], "warnings": []},
         "time": {"step_seconds": length, "tokens_per_second": tokens / length,
@@ -107,7 +109,8 @@ def example(
                                    {"what": "tp reduce_scatter", "seconds": 0.1 * length},
                                    {"what": "optimizer step", "seconds": 0.05 * length},
                                    {"what": "dp reduce_scatter", "seconds": 0.03 * length}]},
-        "memory": {"fits": all(one["reserved_bytes"] <= capacity for one in ranks), "ranks": ranks, "curves": curves},
+        "memory": {"fits": needed <= capacity, "needed_bytes": needed, "context_bytes": 1e9,
+                   "ranks": ranks, "curves": curves},
         "traffic": {"sent_bytes_per_rank": {"tp": 3.1e11, "dp": 5.2e10, "pp": 4.3e9},
                     "messages_per_rank": {"tp": 20480, "dp": 240, "pp": 256}},
         "timeline": {"rows": rows},
@@ -205,7 +208,9 @@ class Page:
         """Where the element's top left is, once it is in sight, in pixels of the window."""
         self.value(f"find('{identifier}').scrollIntoView({{block: 'start'}})")
         x, y = self.value(f"(box => [box.x, box.y])(find('{identifier}').getBoundingClientRect())")
-        time.sleep(0.3)  # what scrolls just now is not zoomed
+        self.settle()
+        while self.value("performance.now() - lastScroll <= 250"):  # what scrolls is not zoomed
+            time.sleep(0.05)
         return x, y
 
     def picture(self, path: Path) -> None:
@@ -331,7 +336,7 @@ def test_the_answer_comes_first_and_is_for_people(page: Page, tmp_path: Path) ->
     assert "70.6 B parameters) on 256 × h100-80g, 32 nodes" in page.text("#what")
     tiles = page.text("#tiles")
     for figure in ("12.3 s a step", "1,327 tokens/s per GPU", "41% MFU", "47% HFU", "449 GFLOPs a token",
-                   "39.5 GB of 80 GB", "peak 37.3 GB allocated, rank 0, at 0F1",
+                   "40.5 GB of 80 GB", "39.5 GB reserved, 1 GB context", "peak 37.3 GB allocated, rank 0, at 0F1",
                    "✓ no deadlock", "22,383,360 communications"):  # fmt: skip
         assert figure in tiles
     assert page.value("document.querySelectorAll('#proof li').length") == 7
@@ -471,10 +476,14 @@ def test_memory_is_stacked_and_named(page: Page, tmp_path: Path) -> None:
     page.open(write(tmp_path, simulation), "laptop")
     x, y = page.corner("memory")
     curve = simulation["memory"]["curves"][0]
-    at = 10
+    at = 11
     middle = (curve["seconds"][at] + curve["seconds"][at + 1]) / 2
     page.mouse("mouseMoved", x + page.value(f"timeToX({middle}, find('memory').clientWidth)"), y + 200)
     total = sum(values[at] for values in curve["bytes"].values())
+    assert curve["bytes"]["activations"][at] not in (
+        curve["bytes"]["activations"][0],
+        curve["bytes"]["activations"][-1],
+    )
     told = page.text("#tip").splitlines()
     assert told[0] == f"{middle * 1e3:.3g} ms: {total / 1e9:.3g} GB"
     assert f"activations {curve['bytes']['activations'][at] / 1e9:.3g} GB" in told
@@ -524,7 +533,7 @@ def test_the_topology_tells_a_gpus_groups(page: Page, tmp_path: Path, order: str
 @needs_browser
 def test_what_does_not_fit_says_so(page: Page, tmp_path: Path) -> None:
     page.open(write(tmp_path, example(capacity=32e9)), "laptop")
-    assert page.text("h1") == "Does not fit: 39.5 GB of 32 GB"
+    assert page.text("h1") == "Does not fit: 40.5 GB of 32 GB"
     assert page.value("find('verdict').className") == "bad"
 
 
@@ -541,7 +550,9 @@ def test_a_failed_proof_shows_its_faults_and_no_empty_sections(
         "warnings": ["one queue: careful"],
     }
     simulation["proof"]["obligations"][2]["holds"] = False
-    simulation |= {"time": None, "memory": None, "traffic": None, "timeline": None}
+    simulation["proof"]["obligations"][3]["warned"] = True
+    simulation |= {"time": None, "timeline": {"rows": []}}
+    simulation["memory"] |= {"ranks": simulation["memory"]["ranks"][:1], "curves": []}
     page.open(write(tmp_path, simulation), window)
     assert page.complaints == []
     assert page.text("h1") == "Does not hold: 2 faults"
@@ -549,9 +560,13 @@ def test_a_failed_proof_shows_its_faults_and_no_empty_sections(
     assert shown == [fault, "channels: <b>another</b>", "one queue: careful"]
     assert page.value("[...document.querySelectorAll('h2')].map(e => e.textContent)") == [
         "Topology",
+        "Peak memory by kind",
         "What was proved",
     ]
-    assert page.value("document.querySelectorAll('#proof li b.bad').length") == 1
+    marks = page.value(
+        "[...document.querySelectorAll('#proof li b:first-child')].map(e => e.textContent.trim())"
+    )
+    assert "".join(marks) == "✓✓✗!✓✓✓"
     assert page.value("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -597,3 +612,21 @@ def test_the_trace_has_a_track_for_each_rank_and_lane(tmp_path: Path) -> None:
     counters = [e for e in events if e["ph"] == "C" and e["pid"] == curve["rank"]]
     assert [e["args"]["activations"] * 1e9 for e in counters] == pytest.approx(curve["bytes"]["activations"])
     assert [e["ts"] for e in counters] == pytest.approx([seconds * 1e6 for seconds in curve["seconds"]])
+
+
+@needs_browser
+def test_a_real_simulation_is_drawn(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    flags = "--model tiny --gpus 8 --tp 2 --pp 2 --sp --zero 2 --seq 64 --microbatches 4 --json"
+    assert main([*flags.split(), "--report", str(report), "--trace", str(trace)]) == 0
+    simulation = json.loads(capsys.readouterr().out)
+    page.open(report, "phone", "dark")
+    assert page.complaints == []
+    assert page.text("h1").startswith("Fits and is proved: ")
+    assert page.value("document.documentElement.scrollWidth <= innerWidth")
+    assert page.value("Number(find('timeline').dataset.blocks)") > 2 * 4 * 2
+    assert page.value("document.querySelectorAll('#peaks .bar').length") == len(simulation["memory"]["ranks"])
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    actions = [span[2] for row in simulation["timeline"]["rows"] for span in row["compute"]]
+    assert [e["name"] for e in events if e.get("cat") == "compute"] == actions
+    assert {"0F0", "0B3"} <= set(actions)

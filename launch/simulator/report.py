@@ -16,7 +16,7 @@ _SCRIPTS: Final = ("figures", "answer", "canvas", "topology", "timeline", "memor
 def write_report(simulation: Mapping[str, Any], path: Path) -> None:
     """Writes the page. ValueError: a figure is not finite, which JSON cannot say. OSError as `Path.write_text`.
 
-    `time`, `timeline`, `memory` and `traffic` may be None; the page then leaves their sections out.
+    simulation: as `result.as_dict` says it; without times (a failed proof) the page leaves their sections out.
     """
     title = f"{simulation['run']['model']} on {simulation['topology']['world_size']:,} GPUs · triaxis"
     script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)

@@ -1,18 +1,17 @@
 // The answer at the top, and the sections that are plain elements.
 
 function answer() {
-  const fullest = memory?.ranks.reduce((most, rank) => (rank.reserved_bytes > most.reserved_bytes ? rank : most));
+  const fullest = memory.ranks.reduce((most, rank) => (rank.reserved_bytes > most.reserved_bytes ? rank : most));
   const verdict = find("verdict");
   const place = `${whole(topology.world_size)} × ${hardware.name}`;
   if (!proof.holds) {
     verdict.textContent = `Does not hold: ${counted(proof.faults.length, "fault")}`;
-  } else if (memory && !memory.fits) {
-    verdict.textContent = `Does not fit: ${inBytes(fullest.reserved_bytes)} of ${inBytes(hardware.memory_bytes)}`;
+  } else if (!memory.fits) {
+    verdict.textContent = `Does not fit: ${inBytes(memory.needed_bytes)} of ${inBytes(hardware.memory_bytes)}`;
   } else {
-    verdict.textContent = (memory ? "Fits and is proved" : "Proved")
-      + (time ? `: ${whole(Number(time.tokens_per_second.toPrecision(3)))} tokens/s` : "");
+    verdict.textContent = `Fits and is proved: ${whole(Number(time.tokens_per_second.toPrecision(3)))} tokens/s`;
   }
-  verdict.className = proof.holds && memory?.fits !== false ? "good" : "bad";
+  verdict.className = proof.holds && memory.fits ? "good" : "bad";
   find("what").append(make("b", {}, run.model), ` (${scaled(run.parameters, [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1, ""]])} `
     + `parameters) on ${place}, ${counted(topology.nodes, "node")}`);
   find("settings").textContent = [
@@ -30,12 +29,12 @@ function answer() {
       `a trillion tokens in ${digits(1e12 / time.tokens_per_second / 86400)} days`),
     tile("Efficiency", `${percent(time.mfu)} MFU`, "", `${percent(time.hfu)} HFU, recomputation counted`,
       `${scaled(time.model_flops_per_token, [[1e12, "TFLOPs"], [1e9, "GFLOPs"], [1e6, "MFLOPs"]])} a token`));
-  if (memory) tiles.append(
-    tile("Memory", `${inBytes(fullest.reserved_bytes)} of ${inBytes(hardware.memory_bytes)}`, memory.fits ? "good" : "bad",
-      bar([[fullest.reserved_bytes, memory.fits ? "good" : "bad", "reserved"]],
-        Math.max(hardware.memory_bytes, fullest.reserved_bytes), hardware.memory_bytes),
-      `peak ${inBytes(fullest.peak_bytes)} allocated, rank ${fullest.rank}, at ${fullest.at}`));
   tiles.append(
+    tile("Memory", `${inBytes(memory.needed_bytes)} of ${inBytes(hardware.memory_bytes)}`, memory.fits ? "good" : "bad",
+      bar([[memory.needed_bytes, memory.fits ? "good" : "bad", `needed\n${inBytes(memory.needed_bytes)}`]],
+        Math.max(hardware.memory_bytes, memory.needed_bytes), hardware.memory_bytes),
+      `peak ${inBytes(fullest.peak_bytes)} allocated, rank ${fullest.rank}, at ${fullest.at}`,
+      `${inBytes(fullest.reserved_bytes)} reserved, ${inBytes(memory.context_bytes)} context`),
     tile("Proof", proof.holds ? "✓ no deadlock" : `✗ ${counted(proof.faults.length, "fault")}`, proof.holds ? "good" : "bad",
       `${counted(proof.ranks, "rank")} in ${whole(proof.classes)} classes`, `${counted(proof.communications, "communication")}`));
 }
@@ -50,11 +49,18 @@ function spending() {
   const rest = sum(order.slice(8).map(([, seconds]) => seconds));
   if (rest) shown.push(["everything else", rest]);
   const total = sum(shown.map(([, seconds]) => seconds));
+  const seen = {};
+  const paints = shown.map(([what]) => { // an axis or computation has its colour, its further parts a weaker one
+    const [first] = what.split(/[ ,]/);
+    const name = first === "compute" ? "forward" : ORDER.includes(first) ? first : what === "update" ? "phase" : "other";
+    seen[name] = (seen[name] ?? 1.3) - 0.3;
+    return [name, Math.max(0.3, seen[name])];
+  });
   section.append(
     make("p", { class: "hint" }, `The critical path: what makes up the ${inSeconds(time.step_seconds)}`),
-    bar(shown.map(([what, seconds], index) => [seconds, numbered(index), `${what}\n${inSeconds(seconds)}`]), total),
-    make("div", { class: "legend" }, ...shown.map(([what, seconds], index) =>
-      swatch(numbered(index), `${what} ${inSeconds(seconds)} (${percent(seconds / total)})`))));
+    bar(shown.map(([what, seconds], at) => [seconds, paints[at][0], `${what}\n${inSeconds(seconds)}`, paints[at][1]]), total),
+    make("div", { class: "legend" }, ...shown.map(([what, seconds], at) =>
+      swatch(paints[at][0], `${what} ${inSeconds(seconds)} (${percent(seconds / total)})`, paints[at][1]))));
   const tallest = Math.max(...time.bubble, 1e-9);
   section.append(make("h3", {}, `Bubble: each stage's time with nothing to compute, at worst ${percent(tallest)} of the step`),
     make("div", { class: "columns" }, ...time.bubble.map((share, stage) => make("span",
@@ -68,7 +74,7 @@ function peaks() {
   const half = Math.ceil(memory.ranks.length / 2);
   const columns = [make("div", { class: "rows" }), make("div", { class: "rows" })];
   memory.ranks.forEach((rank, index) => {
-    const alike = timeline?.rows.find((row) => row.rank === rank.rank)?.ranks;
+    const alike = timeline.rows.find((row) => row.rank === rank.rank)?.ranks;
     const facts = [rank.place, ...(alike ? [counted(alike, "rank")] : []), `at ${rank.at}`,
       `${inBytes(rank.reserved_bytes)} reserved`];
     const parts = KINDS.filter((kind) => rank.breakdown[kind]).map((kind) =>
@@ -85,15 +91,14 @@ function peaks() {
 
 function communication() {
   const figures = [traffic.sent_bytes_per_rank, traffic.messages_per_rank, time.busy_seconds, time.exposed_seconds];
-  const axes = [...new Set(figures.flatMap(Object.keys))].filter((axis) => axis !== "compute"
+  const axes = ordered(figures.flatMap(Object.keys)).filter((axis) => axis !== "compute"
     && figures.some((figure) => figure[axis]));
   const rows = make("div", { class: "rows" });
   for (const axis of axes) {
     const [sent, messages, busy, exposed] = figures.map((figure) => figure[axis] ?? 0);
     const hidden = Math.max(0, busy - exposed);
     const line = bar([[exposed, axisColour(axis), `waited for\n${inSeconds(exposed)}`],
-      [hidden, axisColour(axis), `behind computation\n${inSeconds(hidden)}`]], time.step_seconds);
-    line.children[1].style.opacity = 0.4;
+      [hidden, axisColour(axis), `behind computation\n${inSeconds(hidden)}`, 0.4]], time.step_seconds);
     rows.append(make("b", {}, axis), line, make("span", {}, `${inSeconds(exposed)} of ${inSeconds(busy)} exposed`),
       make("small", {}, `${inBytes(sent)} sent a rank and step · ${counted(messages, "message")}`));
   }
@@ -116,9 +121,11 @@ function proved() {
   find("proof").append(
     make("p", { class: "hint" }, `${counted(proof.communications, "communication")} of ${counted(proof.ranks, "rank")}`
       + (proof.classes < proof.ranks ? `, which behave as ${whole(proof.classes)} classes` : "")),
-    make("ul", {}, ...proof.obligations.map(({ name, holds }) => make("li", {},
-      make("b", { class: holds ? "good" : "bad" }, holds ? "✓ " : "✗ "), make("b", {}, name),
-      make("span", { class: "soft" }, `${MEANING[name] ? ": " : ""}${MEANING[name] ?? ""}${holds ? "" : " (broken)"}`)))));
+    make("ul", {}, ...proof.obligations.map(({ name, holds, warned }) => {
+      const [mark, kind, note] = !holds ? ["✗ ", "bad", " (broken)"] : warned ? ["! ", "warn", " (see the warning)"] : ["✓ ", "good", ""];
+      return make("li", {}, make("b", { class: kind }, mark), make("b", {}, name),
+        make("span", { class: "soft" }, `${MEANING[name] ? ": " : ""}${MEANING[name] ?? ""}${note}`));
+    })));
   for (const [title, kind, texts] of [["Faults", "bad", proof.faults], ["Warnings", "warn", proof.warnings]]) {
     if (!texts.length) continue;
     find("proof").append(make("h3", { class: kind }, title), ...texts.map((text) => make("pre", { tabindex: "0" }, text)));

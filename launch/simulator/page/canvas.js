@@ -37,8 +37,8 @@ document.addEventListener("pointermove", (event) => {
   if (event.target.tagName !== "CANVAS") showTip(event.target.closest("[data-tip]")?.dataset.tip, event.clientX, event.clientY);
 });
 
-const length = Math.max(1e-9, ...(memory?.curves ?? []).map((curve) => curve.seconds.at(-1) ?? 0),
-  ...(timeline?.rows ?? []).flatMap((row) => [row.compute, ...Object.values(row.lanes)]).map((spans) => spans.at(-1)?.[1] ?? 0));
+const length = Math.max(1e-9, ...timeline.rows.flatMap((row) => [row.compute, ...Object.values(row.lanes)])
+  .map((spans) => spans.at(-1)?.[1] ?? 0));
 const view = { from: 0, to: length, cursor: null };
 const gutter = (width) => (width < 600 ? 54 : 96);
 function show(from, to) {

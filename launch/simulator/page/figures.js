@@ -8,7 +8,7 @@ const find = (id) => document.getElementById(id);
 // ---- figures for people
 const digits = (value, most = 3) => value.toLocaleString("en-US", { maximumSignificantDigits: most });
 const whole = (value) => Math.round(value).toLocaleString("en-US");
-const percent = (share) => `${digits(100 * share, share < 0.1 ? 2 : 3)}%`;
+const percent = (share) => (share > 0 && share < 0.001 ? "<0.1%" : `${digits(100 * share, share < 0.1 ? 2 : 3)}%`);
 const scaled = (value, units) => {
   const [size, unit] = units.find(([size]) => Math.abs(value) >= size * 0.9995) ?? units.at(-1);
   return `${digits(value / size)} ${unit}`;
@@ -28,11 +28,14 @@ function make(tag, attributes = {}, ...children) {
 const style = getComputedStyle(document.documentElement);
 const colour = (name) => style.getPropertyValue(`--${name}`).trim();
 const axisColour = (axis) => (colour(axis) ? axis : "world");
-const KINDS = [...new Set((memory?.ranks ?? []).flatMap((rank) => Object.keys(rank.breakdown)))];
+const KINDS = [...new Set(memory.ranks.flatMap((rank) => Object.keys(rank.breakdown)))];
 const numbered = (index) => (index < 8 ? `k${index}` : "other");
 const kindColour = (kind) => (kind === "other" ? kind : numbered(KINDS.indexOf(kind)));
-const AXES = [...new Set((timeline?.rows ?? []).flatMap((row) => Object.keys(row.lanes)))];
-const swatch = (name, text) => make("span", { style: `--colour: var(--${name})` }, text);
+const ORDER = ["tp", "cp", "ep", "pp", "dp", "world"];
+const ordered = (axes) => [...new Set(axes)].sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
+const AXES = ordered(timeline.rows.flatMap((row) => Object.keys(row.lanes)));
+const swatch = (name, text, strength = 1) =>
+  make("span", { style: `--colour: var(--${name}); --strength: ${strength}` }, text);
 
 function parse(action) {
   const [, chunk, letter, microbatch] = /^(\d+)([A-Z])(\d+)$/.exec(action) ?? [];
@@ -43,11 +46,12 @@ function parse(action) {
     text: `${action}: ${kind}, microbatch ${microbatch}${part}` };
 }
 
-/** parts: [amount, colour name, label]; a line at `limit`. */
+/** parts: [amount, colour name, label, strength]; a line at `limit`. */
 function bar(parts, most, limit) {
   const told = parts.map(([, , label]) => label.replace("\n", " ")).join(", ");
-  const element = make("div", { class: "bar", role: "img", "aria-label": told }, ...parts.map(([amount, paint, label]) =>
-    make("i", { style: `width: ${100 * amount / most}%; background: var(--${paint})`, "data-tip": label })));
+  const element = make("div", { class: "bar", role: "img", "aria-label": told }, ...parts.map(([amount, paint, label, strength = 1]) =>
+    make("i", { style: `width: ${100 * amount / most}%; background: var(--${paint}); opacity: ${strength}`,
+      "data-tip": label })));
   if (limit) element.append(make("u", { style: `left: calc(${Math.min(100, 100 * limit / most)}% - 2px)` }));
   return element;
 }
