@@ -13,10 +13,10 @@ TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help set-up train test test-full check format bench view clean
+.PHONY: help set-up train test test-full crash-test check format bench view clean
 
 help:  ## what there is
-	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
 
 set-up: $(STAMP)  ## make .venv with everything in it, once
 
@@ -39,6 +39,9 @@ test: check  ## lint, format, types and all tests
 
 test-full: check  ## the same, with every layout instead of a sample
 	@TRIAXIS_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+crash-test: $(STAMP)  ## kill a training 50 times at random moments; it must end as if nothing had happened
+	@$(BIN)/python -m tests.crash
 
 check: $(STAMP) view  ## lint, format and types
 	@$(BIN)/ruff check --quiet .

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from triaxis.parallel.failure import RankError, call_site
 from triaxis.parallel.group import Group, World
@@ -87,7 +88,7 @@ def open_process_world(
         if size == 1 and init_method is None:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
-            meeting = dist.rendezvous(init_method or "env://", rank, size, timeout=timeout)
+            meeting = rendezvous(init_method or "env://", rank, size, timeout=timeout)
             store, rank, size = next(meeting)
             store.set_timeout(timeout)
             dist.init_process_group(

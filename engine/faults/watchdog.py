@@ -24,8 +24,8 @@ from triaxis.parallel.mesh import Mesh
 
 HANG_FOLDER = "hang"
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
-STARTING_PATIENCE = 10
-"""Reading data and building the model may take that many timeouts."""
+STORAGE_PATIENCE = 10
+"""Reading data, building the model, loading and saving may take that many timeouts."""
 LOST_SECONDS = 3.0
 """How long a rank may stand still once its neighbour died or the run's failure was told."""
 DUMP_SECONDS = 5.0
@@ -83,7 +83,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_seconds):
             still_seconds = self._still_seconds()
-            patience = 1 if self._step else STARTING_PATIENCE
+            patience = STORAGE_PATIENCE if not self._step or self._phase == "saving" else 1
             if still_seconds > self._timeout_seconds * patience or self._mark.exists():
                 self._report_hang(still_seconds)
             elif still_seconds > LOST_SECONDS and self._failure.exists():
