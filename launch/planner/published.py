@@ -266,7 +266,7 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         sequence_parallel=sequence_parallel == "1" and tp > 1,
         flash_attention=flash == "1",
         dtype=dtype,
-        trains_weights="lora" not in row.get("workload", "").lower() and "lora" not in row["model"].lower(),
+        trains_weights=not re.search("lora|peft", f"{row.get('workload', '')} {row['model']}".lower()),
         imbalance=_imbalance(row) if shape.experts else 1.0,
         offloaded=_offloaded(row.get("notes", "")),
         states_on_host="cpu offload" in row.get("zero_fsdp", "").lower(),
