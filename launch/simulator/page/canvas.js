@@ -22,8 +22,7 @@ function chart(canvas, heightFor, paint) {
   charts.push(redraw);
   return redraw;
 }
-const redrawAll = () => charts.forEach((redraw) => redraw());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((redraw) => redraw()));
 
 const tip = find("tip");
 function showTip(text, x, y) {
@@ -39,13 +38,15 @@ document.addEventListener("pointermove", (event) => {
 
 const length = Math.max(1e-9, ...timeline.rows.flatMap((row) => [row.compute, ...Object.values(row.lanes)])
   .map((spans) => spans.at(-1)?.[1] ?? 0));
+const timed = []; // what draws the view
+const redrawTimed = () => timed.forEach((redraw) => redraw());
 const view = { from: 0, to: length, cursor: null };
 const gutter = (width) => (width < 600 ? 54 : 96);
 function show(from, to) {
   const wide = Math.min(length, Math.max(to - from, length * 1e-5));
   view.from = Math.max(0, Math.min(from, length - wide));
   view.to = view.from + wide;
-  redrawAll();
+  redrawTimed();
 }
 const zoom = (factor, around = (view.from + view.to) / 2) =>
   show(around - (around - view.from) * factor, around + (view.to - around) * factor);
@@ -85,10 +86,11 @@ function cursorLine(context, width, height) {
   if (x >= gutter(width)) context.fillRect(x, 16, 1, height);
 }
 
-/** Wheel, drag and pinch on a canvas whose x axis is the view. A page scroll that passes over it goes on. */
+/** Wheel, drag and pinch on a canvas whose x axis is the view; tell(event, seconds): what is there. A page scroll that passes over it goes on. */
 let lastScroll = -1e9;
 addEventListener("scroll", () => { lastScroll = performance.now(); }, { passive: true });
-function zoomable(canvas, tell) {
+function zoomable(canvas, tell, redraw) {
+  timed.push(redraw);
   const pointers = new Map();
   canvas.addEventListener("wheel", (event) => {
     const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
@@ -120,9 +122,9 @@ function zoomable(canvas, tell) {
     const seconds = xToTime(event.offsetX, width);
     view.cursor = event.offsetX >= gutter(width) ? seconds : null;
     showTip(tell(event, seconds), event.clientX, event.clientY);
-    redrawAll();
+    redrawTimed();
   });
-  canvas.addEventListener("pointerleave", () => { view.cursor = null; showTip(""); redrawAll(); });
+  canvas.addEventListener("pointerleave", () => { view.cursor = null; showTip(""); redrawTimed(); });
   canvas.addEventListener("keydown", (event) => {
     const act = { "+": "in", "=": "in", "-": "out", 0: "all", Home: "all" }[event.key]
       ?? (event.shiftKey && { ArrowLeft: "left", ArrowRight: "right" }[event.key]);

@@ -72,10 +72,11 @@ function drawMemory() {
     canvas.dataset.rank = rank;
   });
   const at = (seconds) => Math.max(0, curves[shown].seconds.findLastIndex((start) => start <= seconds));
-  zoomable(canvas, (event, seconds) => event.offsetX < gutter(canvas.clientWidth) ? "" : [
+  const told = (event, seconds) => event.offsetX < gutter(canvas.clientWidth) ? "" : [
     `${inSeconds(seconds)}: ${inBytes(totals[shown][at(seconds)])}`,
     ...Object.entries(curves[shown].bytes).filter(([, values]) => values[at(seconds)])
-      .map(([kind, values]) => `${kind} ${inBytes(values[at(seconds)])}`)].join("\n"));
+      .map(([kind, values]) => `${kind} ${inBytes(values[at(seconds)])}`)].join("\n");
+  zoomable(canvas, told, redraw);
   const select = find("curve");
   select.append(...curves.map((curve, index) => make("option", { value: index },
     `${curve.rank}: ${memory.ranks.find((one) => one.rank === curve.rank)?.place ?? ""}`)));

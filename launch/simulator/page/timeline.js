@@ -79,7 +79,7 @@ function drawTimeline() {
     const found = (row.lanes[axis] ?? []).find(over) ?? (row.lanes[axis] ?? []).find(near);
     return found ? `${axis} communication\n${who(row)}\n${when(found)}` : "";
   }
-  zoomable(canvas, hit);
+  zoomable(canvas, hit, redraw);
   canvas.addEventListener("click", (event) => {
     const row = rows[Math.floor((event.offsetY - top) / high)];
     if (row) choose(row.rank);
