@@ -216,8 +216,8 @@ def test_damage_is_found_named_and_the_previous_offered(
 
 
 def test_another_model_or_optimizer_is_refused_with_every_name(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    path = complete_checkpoints(tmp_path)[0]
+    save_steps(tmp_path, 1, 2)
+    path = complete_checkpoints(tmp_path)[1]
     document = json.loads((path / MANIFEST).read_text())
     tensors = document["manifest"]["tensors"]
     tensors["master/model.more"] = tensors.pop("master/model.norm.weight")
@@ -233,6 +233,7 @@ def test_another_model_or_optimizer_is_refused_with_every_name(tmp_path: Path) -
         "exp_avg/model.norm.weight must be F32 (32,), but is F32 (33,)",
     ):
         assert words in str(raised.value)
+    assert raised.value.previous is None  # an older one would not fit either
 
 
 def test_nothing_pickled_is_ever_opened(tmp_path: Path) -> None:

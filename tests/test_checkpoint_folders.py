@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from agreement import MODEL, Layout
-from checkpointing import on_ranks, open_step, save_steps, state_at
+from checkpointing import flip_a_byte, on_ranks, open_step, save_steps, state_at
 
 from triaxis.engine.checkpoint import storage
 from triaxis.engine.checkpoint.folder import (
@@ -24,6 +24,7 @@ from triaxis.engine.checkpoint.folder import (
     reading,
 )
 from triaxis.engine.checkpoint.store import CheckpointStore
+from triaxis.engine.step import TrainingStep
 from triaxis.parallel.group import World
 from triaxis.parallel.thread_world import run_threads
 
@@ -128,6 +129,26 @@ def test_a_checkpoint_being_read_is_not_pruned(tmp_path: Path) -> None:
         assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000010", "step-00000030"]
     prune_folders(tmp_path / FOLDER, 1)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000030"]
+
+
+def test_a_damaged_newer_one_does_not_cost_the_good_one(tmp_path: Path) -> None:
+    """Saved 1 and 3, 3 is damaged: the run goes on from 1, saves 2, and keeps one checkpoint."""
+    save_steps(tmp_path, 1, 3)
+    first, damaged = complete_checkpoints(tmp_path)
+    flip_a_byte(damaged / "shard-00000.safetensors")
+
+    def work(step: TrainingStep, store: CheckpointStore) -> list[str]:
+        store.load(first)
+        store.prune(1)
+        step.mesh.everyone.barrier()
+        after_load = [path.name for path in complete_checkpoints(tmp_path)]
+        step.mesh.everyone.barrier()
+        store.save(state_at(2))
+        store.prune(1)
+        return after_load
+
+    assert on_ranks(work, tmp_path)[0] == ["step-00000001", "step-00000003"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
 def test_loading_marks_the_checkpoint_as_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

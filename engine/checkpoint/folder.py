@@ -95,18 +95,20 @@ def place_folder(temporary: Path, step: int) -> Path:
     return path
 
 
-def prune_folders(folder: Path, keep: int) -> list[Path]:
+def prune_folders(folder: Path, keep: int, current: Path | None = None) -> list[Path]:
     """Removes the oldest complete checkpoints until `keep` are left, and says which.
 
-    The newest, the newest that was best, and those being read stay.
+    The newest, the newest that was best, those being read and the current one stay. (The current one is older than the
+    newest where a run went on from the one before a damaged one.)
     """
     complete = _complete_in(folder)
-    best = [path for path in complete if (path / BEST).exists()][-1:]
+    kept = [path for path in complete if (path / BEST).exists()][-1:]
+    kept += [path for path in complete if current is not None and path.name == current.name]
     removed: list[Path] = []
     for path in complete[:-1]:
         if len(complete) - len(removed) <= keep:
             break
-        if path not in best and _remove_unread(path):
+        if path not in kept and _remove_unread(path):
             removed.append(path)
     return removed
 

@@ -25,7 +25,6 @@ from triaxis.engine.checkpoint.folder import (
     begin_folder,
     complete_checkpoints,
     place_folder,
-    previous_checkpoint,
     prune_folders,
     reading,
 )
@@ -105,6 +104,7 @@ class CheckpointStore:
         self.tensors = len(self._metadata.state_dict_metadata)
         self.size_bytes = sum(result.size_in_bytes for share in self._results for result in share)
         self._save: _Save | None = None
+        self._current: Path | None = None
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, as rank 0 sees it. Collective."""
@@ -214,7 +214,7 @@ class CheckpointStore:
             self._writer.finish(
                 replace(self._metadata, planner_data=facts, storage_data=files), self._results
             )
-            place_folder(save.temporary, save.state.step)
+            self._current = place_folder(save.temporary, save.state.step)
         except OSError as error:
             return [(0, str(error))]
         return []
@@ -259,6 +259,7 @@ class CheckpointStore:
             self._together(read, path)
         self._step.optimizer.resume_at(manifest.optimizer_steps)
         self._step.data_parallel.publish()
+        self._current = path
         return manifest.state
 
     def _own_share(self, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
@@ -268,19 +269,19 @@ class CheckpointStore:
     def _together(self, work: Callable[[], T], path: Path) -> T:
         """This rank's result, if no rank failed; else the first failure is raised on all. Collective."""
         result: list[T] = []
-        failure: str | None = None
+        failure: tuple[str, str] | None = None
         try:
             result.append(work())
         except CheckpointError as error:
-            failure = str(error)
-        except OSError as error:
-            failure = str(damaged(path, "", f"cannot be read ({error})"))
-        failures = gather_json(self._group, failure, self._device)
-        told = [(rank, text) for rank, text in enumerate(failures) if text is not None]
+            failure = str(error), str(error.previous or "")
+        except OSError as cause:
+            unread = damaged(path, "", f"cannot be read ({cause})")
+            failure = str(unread), str(unread.previous or "")
+        failures: list[Any] = gather_json(self._group, failure, self._device)
+        told = [(rank, *answer) for rank, answer in enumerate(failures) if answer is not None]
         if told:
-            rank, text = told[0]
-            alike = all(other == text for other in failures)
-            previous: Any = send_json(self._group, str(previous_checkpoint(path) or ""), self._device)
+            rank, text, previous = told[0]
+            alike = all(other == failures[0] for other in failures)
             raise CheckpointError(
                 f"{'' if alike else f'rank {rank}: '}{text}", Path(previous) if previous else None
             )
@@ -289,8 +290,9 @@ class CheckpointStore:
     def prune(self, keep: int | None) -> None:
         """Rank 0 deletes the oldest complete ones until `keep` are left; None keeps all. Does not communicate.
 
-        The newest, the best and those being read are never deleted; what cannot be deleted waits for the next time.
+        The newest, the best, those being read and the one that this store saved or loaded last are never deleted;
+        what cannot be deleted waits for the next time.
         """
         if keep is not None and self._group.rank == 0:
             with suppress(OSError):
-                prune_folders(self._directory / FOLDER, keep)
+                prune_folders(self._directory / FOLDER, keep, self._current)
