@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.launch.simulator.memory import CachingAllocator, memory_use
+from triaxis.launch.simulator.memory import CachingAllocator, memory_use, reserved_bytes
 from triaxis.models.presets import load_config
 from triaxis.parallel.events import KINDS, MemoryCurve, MemoryKind, Program, Segment, Step
 
@@ -135,6 +135,23 @@ def test_the_peak_is_the_highest_point_and_its_breakdown() -> None:
         MemoryKind.ACTIVATIONS: 20,
         MemoryKind.TEMPORARIES: 7,
     }
+
+
+@pytest.mark.parametrize(("ahead", "microbatches"), [(1, 40), (15, 40), (40, 40)])
+def test_what_is_reserved_holds_the_peak(ahead: int, microbatches: int) -> None:
+    """1F1B with so many forwards ahead, its repeats one segment each: repeats that are left out change nothing."""
+    size = 30 * MEBIBYTE
+    activations = KINDS.index(MemoryKind.ACTIVATIONS)
+    forward = Segment((), MemoryCurve((0,), (activations,), (size,)))
+    backward = Segment((), MemoryCurve((0,), (activations,), (-size,)))
+    steps = [Step(f"0F{number}", forward) for number in range(ahead)]
+    for number in range(microbatches - ahead):
+        steps += [Step(f"0F{ahead + number}", forward), Step(f"0B{number}", backward)]
+    steps += [Step(f"0B{number}", backward) for number in range(microbatches - ahead, microbatches)]
+    program = Program(tuple(steps), held={MemoryKind.PARAMETERS: 64 * MEBIBYTE})
+    high = min(ahead + 1, microbatches)
+    assert memory_use(program).peak_bytes == 64 * MEBIBYTE + high * size
+    assert reserved_bytes(program) == 64 * MEBIBYTE + high * size
 
 
 def test_the_allocator_rounds_splits_merges_and_keeps() -> None:

@@ -152,15 +152,16 @@ def reserved_bytes(program: Program) -> int:
 def _without_steady_repeats(steps: Sequence[Step]) -> list[Step]:
     """Where two segments take turns (one microbatch's forward, another's backward), some turns are like all."""
     acting = [place for place, step in enumerate(steps) if step.label[:1].isdigit()]
+    segments = [steps[place].segment for place in acting]
     dropped: set[int] = set()
     first = 0
-    while first < len(acting):
-        last = first
-        while last + 2 < len(acting) and steps[acting[last + 2]].segment is steps[acting[last]].segment:
+    while first + 1 < len(acting):
+        last = first + 1
+        while last + 1 < len(acting) and segments[last + 1] is segments[last - 1]:
             last += 1
-        turns = last + 2 - first
-        if turns > STEADY_TURNS:
-            spare = (turns - STEADY_TURNS) // 2 * 2
-            dropped.update(range(acting[first + STEADY_TURNS], acting[first + STEADY_TURNS + spare - 1] + 1))
-        first = last + 1
+        spare = (last + 1 - first - STEADY_TURNS) // 2 * 2
+        if spare > 0 and segments[first] is not segments[first + 1]:
+            kept = first + STEADY_TURNS
+            dropped.update(range(acting[kept], acting[kept + spare - 1] + 1))
+        first = last
     return [step for place, step in enumerate(steps) if place not in dropped]
