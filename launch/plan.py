@@ -4,118 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triaxis.launch.planner import present
+from triaxis.launch.planner import plan_json, present
 from triaxis.launch.planner.artefacts import Cluster, Job, job_name, torchrun_command, write_artefacts
-from triaxis.launch.planner.explain import explain, gigabytes, neighbours, parse_wish
-from triaxis.launch.planner.hardware import Hardware, hardware_names, load_hardware
-from triaxis.launch.planner.memory_tables import MODELS, least_accelerators, model_states, needs
+from triaxis.launch.planner.explain import Explanation, explain, neighbours, parse_wish
+from triaxis.launch.planner.hardware import Hardware, load_hardware
+from triaxis.launch.planner.memory_tables import MODELS, model_states, needs
+from triaxis.launch.planner.plan_parser import plan_parser
 from triaxis.launch.planner.recommended import nearest
 from triaxis.launch.planner.reprice import Repriced, reprice_best
 from triaxis.launch.planner.run_flags import model_toml, run_flags
-from triaxis.launch.planner.search import Candidate, Plan, Request, lightest, search
+from triaxis.launch.planner.search import Candidate, Plan, Request, search
+from triaxis.launch.planner.shortfall import shortfall
 from triaxis.launch.planner.table import SIZES, by_rule, table_row
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import PRESETS, load_config
 
-DESCRIPTION = """Which layout, will it fit, how fast, how long, for how much, and the command that starts it.
-
-  triaxis plan --model llama2-70b --gpus 64 --hardware a100-80g --seq 4096 --global-batch 1024
-  triaxis plan --model llama2-70b --gpus 64 --tokens 2T --price 2.50 --report plan.html --write start/
-  triaxis plan --model llama2-70b --gpus 64 --explain dp=8,tp=8,pp=1
-  triaxis plan --table                     the four classic sizes, by the rule and by search
-  triaxis plan --memory                    model states under DDP, ZeRO and FSDP; GPUs that models need
-  triaxis plan --score runs.csv            predictions against published runs
-
-Prices are closed forms; the ranges beside them held nine of ten published runs (docs/accuracy.md)."""
-
 EXIT_CONFIGURATION = 2
 EXIT_DOES_NOT_FIT = 1
-SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="triaxis.launch.plan",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_argument_group("other questions").add_mutually_exclusive_group()
-    what.add_argument("--table", action="store_true", help="the decision table: 7B, 13B, 70B, 671B")
-    what.add_argument(
-        "--memory", action="store_true", help="the memory tables; of --model on --gpus, if given"
-    )
-    what.add_argument(
-        "--score", type=Path, metavar="FILE", help="predict every row of a file of published runs"
-    )
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--model", help="a preset, 1.8B, 7B, 13B, 70B or 671B, or a .toml or .json file of model fields"
-    )
-    run.add_argument("--gpus", type=int, help="how many")
-    run.add_argument(
-        "--hardware",
-        default="h100-80g",
-        help=f"{', '.join(hardware_names())}, or a TOML file (triaxis doctor writes one); default: %(default)s",
-    )
-    run.add_argument("--seq", type=int, default=4096, help="tokens in a sequence (default: %(default)s)")
-    run.add_argument(
-        "--global-batch",
-        "--global_batch",
-        type=int,
-        default=1024,
-        help="sequences a step (default: %(default)s)",
-    )
-    run.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), default="bf16", help="default: %(default)s")
-    run.add_argument(
-        "--tokens", type=_tokens, help="tokens to train on, such as 300B or 2T: gives days and steps"
-    )
-    run.add_argument("--price", type=float, help="of one GPU for one hour: gives the cost")
-    how = parser.add_argument_group("the answer")
-    how.add_argument(
-        "--policy",
-        choices=("search", "table"),
-        default="search",
-        help="the best of all layouts, or the decision table's rule (default: %(default)s)",
-    )
-    how.add_argument(
-        "--explain",
-        action="append",
-        default=[],
-        metavar="dp=8,tp=4,pp=2",
-        help="why a layout lost or does not fit (also zero, microbatch, virtual_stages, recompute); repeatable",
-    )
-    how.add_argument("--top", type=int, default=12, help="alternatives to show (default: %(default)s)")
-    how.add_argument(
-        "--simulate",
-        type=int,
-        nargs="?",
-        const=3,
-        default=0,
-        metavar="N",
-        help="price the best on N topologies (3) again by the engine's own program, proved and timed: "
-        "seconds for each; then the fastest of these is chosen",
-    )
-    how.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    how.add_argument("--report", type=Path, metavar="FILE", help="write a page that explains it all")
-    how.add_argument(
-        "--write", type=Path, metavar="DIR", help="write start scripts and manifests (also triaxis script)"
-    )
-    how.add_argument("--image", default="triaxis:latest", help="of the manifests (default: %(default)s)")
-    how.add_argument(
-        "--claim", default="triaxis-data", help="their persistent volume claim (default: %(default)s)"
-    )
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = plan_parser()
     options = parser.parse_args(arguments)
     try:
         if options.score is not None:
@@ -132,14 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = str(error).replace("\n", "\n  ")
         print(f"There is no plan:\n  {lines}", file=sys.stderr)
         return EXIT_CONFIGURATION
-
-
-def _tokens(text: str) -> float:
-    """`300B` is 3e11."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"must be a number such as 300B or 2T, but is {text!r}")
-    return float(found[1]) * SUFFIXES[found[2].upper()]
 
 
 def _model(name: str) -> tuple[ModelConfig, str]:
@@ -198,7 +105,7 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
         chosen = by_table if by_table.fits else None
     found = [explain(plan, wish, chosen) for wish in wishes]
     if chosen is None:
-        return _does_not_fit(options, plan, [present.explanation_json(one) for one in found])
+        return _does_not_fit(options, plan, found)
     answer = _Answer(plan=plan, chosen=chosen, job=_job(request, chosen, options.tokens))
     written: list[str] = []
     if options.write is not None:
@@ -218,15 +125,15 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     if options.json:
         extra: dict[str, Any] = {
             "policy": options.policy,
-            "simulated": [present.repriced_json(one) for one in simulated],
-            "why_not": [present.explanation_json(one) for one in neighbours(plan, chosen)],
-            "explanations": [present.explanation_json(one) for one in found],
+            "simulated": [plan_json.repriced_json(one) for one in simulated],
+            "why_not": [plan_json.explanation_json(one) for one in neighbours(plan, chosen)],
+            "explanations": [plan_json.explanation_json(one) for one in found],
             "written": written,
         }
         if options.tokens:
-            days, cost = present.length(chosen, options.tokens, options.price)
+            days, cost = plan_json.length(chosen, options.tokens, options.price)
             extra |= {"tokens": options.tokens, "days": days, "cost": cost}
-        print(json.dumps(present.plan_json(plan, chosen, answer.command, extra), indent=2))
+        print(json.dumps(plan_json.plan_json(plan, chosen, answer.command, extra), indent=2))
         return 0
     _show(options, answer, simulated, [present.explanation_view(one) for one in found], written)
     return 0
@@ -288,44 +195,16 @@ def _show(
         print(f"wrote {path}")
 
 
-def _does_not_fit(options: argparse.Namespace, plan: Plan, found: list[dict[str, Any]]) -> int:
-    """Says the least that would do: more of these accelerators, or larger ones."""
-    request, hardware = plan.request, plan.request.hardware
-    light = lightest(request)[0]
-    least = least_accelerators(request.model, request.name, hardware, request.seq, request.dtype)
-    larger = [name for name in hardware_names() if _fits_on(request, name)]
+def _does_not_fit(options: argparse.Namespace, plan: Plan, found: Sequence[Explanation]) -> int:
+    lacks = shortfall(plan)
     if options.json:
-        extra = {
-            "explanations": found,
-            "lightest": present.candidate_json(light),
-            "least_gpus": None if least is None else least.layout.gpus,
-            "needed_bytes_per_gpu": light.memory_bytes,
-            "hardware_that_fits": larger,
-        }
-        print(json.dumps(present.plan_json(plan, None, None, extra), indent=2))
+        extra = {"explanations": [plan_json.explanation_json(one) for one in found], **lacks.as_json()}
+        print(json.dumps(plan_json.plan_json(plan, None, None, extra), indent=2))
         return EXIT_DOES_NOT_FIT
-    many = (
-        f"{least.layout.gpus:,} × {hardware.name} ({least}, {gigabytes(least.memory_bytes)} each)"
-        if least is not None
-        else f"more than 16,384 × {hardware.name}"
-    )
-    print(
-        f"{request.model.name} with {request.seq:,} tokens a sequence does not fit on {request.gpus:,} × "
-        f"{hardware.name} ({gigabytes(hardware.memory_bytes)}): the lightest of {len(plan.candidates):,} layouts, "
-        f"{light}, needs {gigabytes(light.memory_bytes)} a GPU.\n"
-        f"The least that would do: {many}; or {request.gpus:,} GPUs of {gigabytes(light.memory_bytes)}"
-        + (f", such as {', '.join(larger[:4])}." if larger else ", which none of the presets has.")
-    )
+    print(lacks)
     for one in found:
-        print(f"{one['wish']}: {one['verdict']}")
+        print(f"{one.asked} {one.verdict}")
     return EXIT_DOES_NOT_FIT
-
-
-def _fits_on(request: Request, name: str) -> bool:
-    other = load_hardware(name)
-    if other.memory_bytes <= request.hardware.memory_bytes or request.dtype not in other.peak_flops:
-        return False
-    return any(one.fits for one in lightest(replace(request, hardware=other)))
 
 
 def _table(options: argparse.Namespace, hardware: Hardware) -> int:
@@ -334,17 +213,9 @@ def _table(options: argparse.Namespace, hardware: Hardware) -> int:
         for row in (table_row(size, hardware, options.seq, options.global_batch) for size in SIZES)
     ]
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "hardware": hardware.name,
-                    "seq": options.seq,
-                    "global_batch": options.global_batch,
-                    "rows": [present.row_json(row, published) for row, published in rows],
-                },
-                indent=2,
-            )
-        )
+        said = {"hardware": hardware.name, "seq": options.seq, "global_batch": options.global_batch}
+        found = [plan_json.row_json(row, published) for row, published in rows]
+        print(json.dumps({**said, "rows": found}, indent=2))
         return 0
     console = present.console()
     console.print(
@@ -361,38 +232,8 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> int:
     states = tuple(model_states(model, options.gpus or 8, hardware))
     counts = tuple(needs(hardware, options.seq))
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "model": model.name,
-                    "gpus": options.gpus or 8,
-                    "states": [
-                        {
-                            "engine": one.engine,
-                            "stage": one.stage,
-                            "name": one.name,
-                            "parameters": one.parameters,
-                            "gradients": one.gradients,
-                            "optimizer": one.optimizer,
-                            "buffers": one.buffers,
-                            "total": one.total,
-                        }
-                        for one in states
-                    ],
-                    "needs": [
-                        {
-                            "model": need.name,
-                            "parameters": need.model.parameters(),
-                            "hardware": hardware.name,
-                            "least": None if need.least is None else need.least.layout.gpus,
-                            "recommended": None if need.recommended is None else need.recommended.layout.gpus,
-                        }
-                        for need in counts
-                    ],
-                },
-                indent=2,
-            )
-        )
+        said = plan_json.memory_json(model, options.gpus or 8, hardware, states, counts)
+        print(json.dumps(said, indent=2))
         return 0
     console = present.console()
     console.print(

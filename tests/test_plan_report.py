@@ -12,7 +12,8 @@ import pytest
 
 from triaxis.launch.plan import main
 from triaxis.launch.planner.hardware import load_hardware
-from triaxis.launch.planner.report import memory_bars, nodes, pipeline, plot, time_bars
+from triaxis.launch.planner.report import memory_bars, nodes, pipeline, time_bars
+from triaxis.launch.planner.report_plot import plot
 from triaxis.launch.planner.search import Plan, Request, search
 from triaxis.models.presets import load_config
 

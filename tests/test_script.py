@@ -55,7 +55,11 @@ if [ "$1 $2" = "show hostnames" ]; then echo localhost; echo node2; fi
 """
 SCANCEL = """#!/bin/bash
 echo "$*" >> "$LOG/scancel"
-while read -r group; do kill -USR1 -- "-$group"; done < "$LOG/steps"
+signal_tree() { # every process of a step, as Slurm does by its control group: ranks are in sessions of their own
+    for child in $(ps -o pid= --ppid "$1"); do signal_tree "$child"; done
+    kill -USR1 "$1"
+}
+while read -r step; do signal_tree "$step"; done < "$LOG/steps"
 """
 TORCHRUN = """#!/bin/bash
 printf '%s\\n' "$@" > "$LOG/torchrun-$SLURM_NODEID-$(date +%s%N)"
@@ -157,7 +161,10 @@ def test_before_the_time_limit_ranks_save_and_the_job_is_requeued(
     while len(list(tmp_path.glob("up-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     held.send_signal(signal.SIGUSR1)
-    assert held.wait(timeout=15) == 0
+    try:
+        assert held.wait(timeout=15) == 0
+    finally:
+        held.kill()
     assert len(list(tmp_path.glob("saved-*"))) == 2
     assert (tmp_path / "scancel").read_text().split() == ["--signal=USR1", slurm["SLURM_JOB_ID"]]
     assert f"requeue {slurm['SLURM_JOB_ID']}" in (tmp_path / "scontrol").read_text()

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
-from triaxis.launch.planner.cost import StepTime
 from triaxis.launch.planner.layout import Layout, Recompute
 from triaxis.launch.planner.search import Candidate, Plan, candidates, faults
+from triaxis.launch.planner.step import StepTime
 
 PARTS: Final = {
     "compute": "products, attention and the rest of the layers",

@@ -17,6 +17,8 @@ from triaxis.launch.planner.explain import (
     seconds_range,
     seconds_text,
 )
+from triaxis.launch.planner.plan_json import length, mfu
+from triaxis.launch.planner.report_plot import HEIGHT, LEFT, TOP, WIDTH, plot
 from triaxis.launch.planner.reprice import Repriced, distinct
 from triaxis.launch.planner.search import Candidate, Plan
 from triaxis.parallel.schedule import make_schedule
@@ -48,11 +50,8 @@ TIME_COLOURS = {
 STAGE_COLOURS = ("#4c78a8", "#e07b39", "#54a24b", "#eeca3b", "#b279a2", "#76b7b2", "#ff9da6", "#9d755d")
 OTHER_COLOUR = "#b8b0ac"
 BARS = 6
-POINTS = 1500
 NODES = 16
 STAGES_DRAWN = 16
-LEFT, TOP, WIDTH, HEIGHT = 56, 12, 700, 320
-"""Of the plot, in its own units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,35 +71,6 @@ class Bar:
     label: str
     total: str
     segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A layout in the plot of time and memory; kind: other, pareto or chosen."""
-
-    x: float
-    y: float
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """A mark on an axis of the plot."""
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """Step time to the right, memory upwards. error: left, right, top and bottom of the chosen one's error bars."""
-
-    points: tuple[Point, ...]
-    across: tuple[Tick, ...]
-    up: tuple[Tick, ...]
-    capacity_y: float
-    error: tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +137,10 @@ def _facts(plan: Plan, chosen: Candidate, tokens: float | None, price: float | N
         ),
         ("speed", f"{chosen.time.tokens_per_s_per_gpu * layout.gpus:,.0f} tokens/s"),
         ("a GPU", f"{chosen.time.tokens_per_s_per_gpu:,.0f} tokens/s"),
-        ("MFU", f"{present.mfu(chosen):.0%}"),
+        ("MFU", f"{mfu(chosen):.0%}"),
     ]
     if tokens:
-        days, cost = present.length(chosen, tokens, price)
+        days, cost = length(chosen, tokens, price)
         facts.append(
             (f"{present.short(tokens)} tokens", f"{days:,.1f} days ({present.days_range(chosen, days)})")
         )
@@ -244,62 +214,6 @@ def time_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
 
 def _used(colours: Mapping[str, str], sizes: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(name, colours.get(name, OTHER_COLOUR)) for name, size in sizes.items() if size]
-
-
-def plot(plan: Plan, chosen: Candidate) -> Plot:
-    """All that fit and take at most twice the chosen one's time, and what lies on the Pareto front."""
-    near = [one for one in plan.fitting if one.seconds <= 2 * chosen.seconds][:POINTS]
-    if chosen not in near:
-        near.append(chosen)
-    first = 0.97 * min(one.seconds for one in near)
-    earliest, latest = chosen.seconds_range
-    first, last = min(first, earliest), max(1.02 * max(one.seconds for one in near), latest)
-    capacity = plan.request.hardware.memory_bytes
-    top = 1.08 * capacity
-
-    def x(seconds: float) -> float:
-        return LEFT + WIDTH * (seconds - first) / (last - first)
-
-    def y(nbytes: float) -> float:
-        return TOP + HEIGHT * (1 - nbytes / top)
-
-    front = set(map(id, plan.pareto))
-
-    def kind(one: Candidate) -> str:
-        return "chosen" if one == chosen else "pareto" if id(one) in front else "other"
-
-    points = [
-        Point(
-            x=round(x(one.seconds), 1),
-            y=round(y(one.memory_bytes), 1),
-            kind=kind(one),
-            text=f"{one}: {seconds_text(one.seconds)}, {gigabytes(one.memory_bytes)}",
-        )
-        for one in near
-    ]
-    points.sort(key=lambda point: ("other", "pareto", "chosen").index(point.kind))
-    least, most = chosen.memory_range
-    return Plot(
-        points=tuple(points),
-        across=tuple(Tick(at=round(x(value), 1), text=seconds_text(value)) for value in _ticks(first, last)),
-        up=tuple(Tick(at=round(y(value * 1e9), 1), text=f"{value:g}") for value in _ticks(0, top / 1e9)),
-        capacity_y=round(y(capacity), 1),
-        error=(
-            round(x(earliest), 1),
-            round(x(latest), 1),
-            round(y(most), 1),
-            round(y(least), 1),
-        ),
-    )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to nine round values between the two."""
-    step = 10.0 ** int(f"{(high - low):e}".split("e")[1])
-    while (high - low) / step < 4:
-        step /= 2 if round(step / 10 ** int(f"{step:e}".split("e")[1])) != 5 else 2.5
-    first = int(low / step) + (low % step > 0)
-    return [step * index for index in range(first, int(high / step) + 1)]
 
 
 def _node_count(candidate: Candidate) -> int:
