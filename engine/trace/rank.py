@@ -304,6 +304,7 @@ def record_step(
             step.optimizer.step(0.0, torch.ones(()))  # the moments exist from the first update on
         else:
             step.train(batches, 1e-3)
+            step.losses = ()
             meter.keep(step.scale, MemoryKind.OTHER)
         for number in meter.alive:
             meter.kind_of.setdefault(number, MemoryKind.OPTIMIZER)
@@ -317,7 +318,7 @@ def record_step(
             TracedChunk(chunk, index, models, tape) for index, chunk in enumerate(step.pipeline.chunks)
         )
         step.train(batches, 1e-3)
-        step.pipeline.chunks = ()
+        step.pipeline.chunks, step.losses = (), ()  # a step's losses are kept for whoever asks after it
         tape.cut(UPDATE, MemoryKind.TEMPORARIES)
     steps = address_messages(tape.steps, mesh.pp)
     program = Program((Step(SETUP, setup), *steps), gradient_rules(step), held)
