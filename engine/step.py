@@ -157,6 +157,7 @@ class TrainingStep:
         self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
+        self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
@@ -198,7 +199,7 @@ class TrainingStep:
         """Gradients of a global batch, reduced; its loss, squared gradient norm and trained tokens (scalars)."""
         self.data_parallel.start_step()
         tokens = self._set_batches(batches)
-        losses = self.pipeline.run()
+        self.losses = losses = self.pipeline.run()
         self.batches = ()
         self.data_parallel.synchronize_gradients()
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)

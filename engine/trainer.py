@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from triaxis.engine.config import (
 )
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
+from triaxis.engine.faults.numbers import judge
 from triaxis.engine.faults.restore import restore, stored_row
 from triaxis.engine.faults.saving import Counters, Saver
 from triaxis.engine.faults.supervision import Supervision, Watch, agree
@@ -30,12 +31,10 @@ from triaxis.engine.peak import peak_memory_bytes
 from triaxis.engine.plot import plot_run
 from triaxis.engine.progress import Progress
 from triaxis.engine.rates import Rates
-from triaxis.engine.step import StepPlan, StepResult, TrainingStep
+from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import Mesh, build_mesh
 from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS
-
-MOST_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +198,7 @@ class _Run:
         saves = self._resolved.save_strategy != SaveStrategy.NO
         with self._interruption.looked_at() if saves else nullcontext():
             while counters.step < total_steps and not asked:
-                row = self._step(counters, total_steps, rates)
+                row = self._step(counters, total_steps, rates, progress.announce)
                 eval_loss = row.eval_loss
                 metrics.write(row)
                 progress.update(row)
@@ -222,7 +221,9 @@ class _Run:
             signal=asked if counters.step < total_steps else 0,
         )
 
-    def _step(self, counters: Counters, total_steps: int, rates: Rates) -> StepRow:
+    def _step(
+        self, counters: Counters, total_steps: int, rates: Rates, say: Callable[[str], None]
+    ) -> StepRow:
         """Step `counters.step` (from 0), and the evaluation after it if one is due."""
         config, mesh, number = self._config, self._mesh, counters.step
         learning_rate = learning_rate_at(
@@ -237,7 +238,9 @@ class _Run:
         mesh.clear_traffic()
         batches = self._loader.step_batches(number, first_sample=counters.samples)
         result = self._training.train(batches, learning_rate)
-        _judge(result, counters, skips=config.on_nan == "skip")
+        told = judge(result, counters, self._training)
+        if told is not None:
+            say(told)
         counters.step += 1
         counters.samples += self._resolved.global_batch
         counters.tokens += self._resolved.global_batch * config.seq
@@ -263,21 +266,6 @@ class _Run:
             eval_loss=eval_loss,
             skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
         )
-
-
-def _judge(result: StepResult, counters: Counters, *, skips: bool) -> None:
-    """Counts an update that was left out. Raises FloatingPointError, on all ranks, where the run must not go on."""
-    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-        counters.skipped_in_a_row = 0
-        return
-    found = f"step {counters.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}"
-    way_out = "lower --learning_rate, lengthen --warmup_ratio, or check the data"
-    if not skips:
-        raise FloatingPointError(f"{found}; {way_out}, or use --on-nan skip")
-    counters.skipped_steps += 1
-    counters.skipped_in_a_row += 1
-    if counters.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-        raise FloatingPointError(f"{found}, for the {MOST_SKIPPED_IN_A_ROW}th time in a row; {way_out}")
 
 
 def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:

@@ -118,11 +118,15 @@ def test_a_skipped_step_leaves_every_bit(layout: Layout, rank: int, dtype: str) 
 
 
 def test_skipped_steps_are_counted_and_ten_in_a_row_end_the_run(
-    flags: dict[str, Any], tmp_path: Path
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = {**flags, "dp": 2, "on_nan": "skip", "output_dir": str(tmp_path)}
     with spoiled(1, range(2, 4), float("inf")):
         run(common)
+    assert (
+        "step 3: loss inf, gradient norm nan (from the loss of rank 1); the update is"
+        in capsys.readouterr().err
+    )
     assert [row["skipped_steps"] for row in rows(tmp_path)] == [0, 0, 1, 2, 2, 2]
     assert [row["loss"] is None for row in rows(tmp_path)] == [False, False, True, True, False, False]
     assert [row["tokens"] for row in rows(tmp_path)] == [96 * step for step in range(1, 7)]
@@ -146,7 +150,10 @@ def test_by_default_a_nan_ends_the_run_on_every_rank(flags: dict[str, Any], tmp_
     with spoiled(1, range(3, 4), float("nan")):
         run_threads(2, rank)
     assert len(told) == 2 and told[0] == told[1]
-    assert told[0].startswith("step 4: loss nan") and "--on-nan skip" in told[0]
+    assert (
+        told[0].startswith("step 4: loss nan, gradient norm nan (from the loss of rank 1); lower")
+        and "--on-nan skip" in told[0]
+    )
     assert len(rows(tmp_path)) == 3
 
 
