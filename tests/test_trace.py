@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,52 @@ def test_activations_are_what_autograd_saves() -> None:
         return sum(saved.values())
 
     assert run_threads(1, main) == [told]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_peak_is_what_pytorch_allocates(recompute: bool) -> None:
+    """PyTorch's own account of its allocator, over a real step (fp32: other kernels have scratch of their own)."""
+    case = row(tied=True, recompute=recompute, microbatches=3)
+    (program,) = cluster_of(case).programs
+    assert program.held is not None
+    told = memory(program)[0] - sum(program.held.values())
+
+    def main(world: World) -> int:
+        step = TrainingStep(case.plan, build_mesh(world, case.topology))
+        batches = real_batches(case, 0)
+        step.train(batches, 1e-3)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            step.train(batches, 1e-3)
+        events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+    (peak,) = run_threads(1, main)
+    assert abs(told - peak) <= 0.01 * peak
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_model_states_are_what_the_engine_counts(zero: int, dtype: str) -> None:
+    case = row(tp=2, dp=2, zero=zero, dtype=dtype)
+    traced = cluster_of(case, every_rank=True)
+
+    def main(world: World) -> dict[str, int]:
+        step = TrainingStep(case.plan, build_mesh(world, case.topology))
+        step.train(real_batches(case, world.rank // 2), 1e-3)
+        updates = [optimizer for _, optimizer, _ in step.optimizer._updates]
+        counters = [state["step"].nbytes for optimizer in updates for state in optimizer.state.values()]
+        return {**step.state_bytes(), "step counters": sum(counters)}
+
+    for rank, counted in enumerate(run_threads(4, main)):
+        held = traced.program(rank).held
+        assert held is not None
+        assert held[MemoryKind.PARAMETERS] == counted["parameters"]
+        assert held[MemoryKind.GRADIENTS] == counted["gradients"]
+        assert (
+            held[MemoryKind.OPTIMIZER] == counted["masters"] + counted["moments"] + counted["step counters"]
+        )
+        assert held.get(MemoryKind.GATHERED, 0) == 0
 
 
 def test_a_rank_of_70b_takes_no_memory() -> None:
