@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from triaxis.engine.config import ResolvedRun, RunConfig
 from triaxis.engine.optimizer import ShardOptimizer, UpdateRule
 from triaxis.models.batch import Batch
 from triaxis.models.blocks import Block
@@ -55,6 +56,34 @@ class StepPlan:
     rule: UpdateRule = field(default_factory=UpdateRule)
     skip_nonfinite: bool = False
     seed: int | None = 0
+
+
+def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
+    """What a run's step needs to know, out of its flags and what follows from them."""
+    return StepPlan(
+        model=resolved.model,
+        microbatch_size=resolved.microbatch_size,
+        microbatches=resolved.microbatches,
+        sequence_length=config.seq,
+        schedule=config.schedule,
+        virtual_stages=resolved.virtual_stages,
+        sequence_parallel=config.sp,
+        recompute=config.recompute,
+        data_parallel=config.data_parallel,
+        zero=resolved.zero,
+        bucket_elements=config.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        dtype=config.dtype,
+        accumulate_dtype=resolved.accumulate_dtype,
+        max_grad_norm=config.max_grad_norm,
+        rule=UpdateRule(
+            name=config.optimizer,
+            weight_decay=config.weight_decay,
+            betas=(config.adam_beta1, config.adam_beta2),
+            epsilon=config.adam_epsilon,
+        ),
+        skip_nonfinite=config.on_nan == "skip",
+        seed=config.seed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,15 +26,13 @@ from triaxis.engine.faults.restore import restore, stored_row
 from triaxis.engine.faults.saving import Counters, Saver
 from triaxis.engine.faults.supervision import Supervision, Watch, agree
 from triaxis.engine.metrics import METRICS_NAME, MetricsWriter, StepRow
-from triaxis.engine.optimizer import UpdateRule
 from triaxis.engine.peak import peak_memory_bytes
 from triaxis.engine.plot import plot_run
 from triaxis.engine.progress import Progress
 from triaxis.engine.rates import Rates
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.step import TrainingStep, step_plan
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import Mesh, build_mesh
-from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,33 +47,6 @@ class Summary:
     eval_loss: float | None
     directory: Path
     signal: int = 0
-
-
-def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
-    return StepPlan(
-        model=resolved.model,
-        microbatch_size=resolved.microbatch_size,
-        microbatches=resolved.microbatches,
-        sequence_length=config.seq,
-        schedule=config.schedule,
-        virtual_stages=resolved.virtual_stages,
-        sequence_parallel=config.sp,
-        recompute=config.recompute,
-        data_parallel=config.data_parallel,
-        zero=resolved.zero,
-        bucket_elements=config.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
-        dtype=config.dtype,
-        accumulate_dtype=resolved.accumulate_dtype,
-        max_grad_norm=config.max_grad_norm,
-        rule=UpdateRule(
-            name=config.optimizer,
-            weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
-            epsilon=config.adam_epsilon,
-        ),
-        skip_nonfinite=config.on_nan == "skip",
-        seed=config.seed,
-    )
 
 
 def open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str) -> Loader | None:

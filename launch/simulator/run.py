@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from triaxis.engine.config import ResolvedRun, RunConfig
+from triaxis.engine.step import step_plan
 from triaxis.engine.trace.cluster import trace_cluster
-from triaxis.engine.trainer import step_plan
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.simulator.result import Simulation, price
 from triaxis.launch.simulator.timeline import Disturbance
