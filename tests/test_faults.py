@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import FileIO
@@ -50,7 +50,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @contextmanager
-def spoiled(rank: int, steps: range, value: float) -> Iterator[None]:
+def spoiled(rank: int, steps: Container[int], value: float) -> Iterator[None]:
     """In these steps (from 0) the rank's forward passes give `value`, on that rank alone."""
     done: dict[int, int] = {}
     forward, trained = _Chunk.forward, TrainingStep.train
@@ -135,6 +135,9 @@ def test_skipped_steps_are_counted_and_ten_in_a_row_end_the_run(
         pytest.raises(FloatingPointError, match=r"step 11: .*, for the 10th time in a row"),
     ):
         run({**common, "steps": 30})
+    with spoiled(0, {*range(1, 10), *range(11, 20)}, float("nan")):
+        run({**common, "steps": 21})  # nine, a good one, nine
+    assert rows(tmp_path)[-1]["skipped_steps"] == 18
 
 
 def test_by_default_a_nan_ends_the_run_on_every_rank(flags: dict[str, Any], tmp_path: Path) -> None:
