@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model is None or options.gpus is None:
             parser.error("give --model and --gpus, or --table, --memory or --score FILE")
         return _plan(options, hardware)
+    except BrokenPipeError:  # whoever read has heard enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         lines = str(error).replace("\n", "\n  ")
         print(f"There is no plan:\n  {lines}", file=sys.stderr)
