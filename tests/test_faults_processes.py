@@ -15,6 +15,7 @@ import pytest
 from tests.crash.ranks import Ranks, arguments, wait_for_steps
 from tests.runs import last_state, prepare, rows
 from triaxis.engine.checkpoint.folder import complete_checkpoints
+from triaxis.engine.data.loader import Loader
 from triaxis.launch import ranks as launch_ranks
 
 pytestmark = pytest.mark.processes
@@ -79,6 +80,30 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(flags: dict[str, Any]
         assert ranks.wait(15) == [1, -9], ranks.said()
         assert time.monotonic() - started < 15
         assert "rank 1 (dp 0, pp 0, tp 1) died without a word" in ranks.said()
+
+
+def test_a_rank_that_hears_nothing_of_a_death_ends_too(flags: dict[str, Any], tmp_path: Path) -> None:
+    """As in a collective that never fails: only the free lock of the dead tells, and a signal does not help."""
+
+    def deaf(rank: int) -> None:
+        batches = Loader.step_batches
+
+        def sleeps(self: Loader, step: int, **named: Any) -> Any:
+            if rank == 0 and step == 3:
+                (tmp_path / "sleeps").touch()
+                time.sleep(60)
+            return batches(self, step, **named)
+
+        Loader.step_batches = sleeps  # type: ignore[method-assign]
+
+    given = arguments({**flags, "output_dir": str(tmp_path)})
+    with Ranks(2, given, tmp_path / "log", before=deaf) as ranks:
+        while not (tmp_path / "sleeps").exists() and ranks.running():
+            time.sleep(0.02)
+        ranks.send(signal.SIGKILL, 1)
+        ranks.send(signal.SIGTERM, 0)
+        assert ranks.wait(15) == [1, -9], ranks.said()
+        assert "rank 1 (dp 0, pp 0, tp 1) has died; the run was at step 4, training" in ranks.said()
 
 
 def test_a_stopped_rank_is_named_and_who_asks_twice_is_in_a_hurry(
