@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -22,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import triaxis.parallel.zero
 from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
-from triaxis.engine.trace.rank import record_step, trace_rank
+from triaxis.engine.trace.rank import SETUP, record_step, trace_rank
 from triaxis.models.batch import Batch
 from triaxis.parallel.events import Cluster, Communicate, MemoryKind, Program, Wait
 from triaxis.parallel.group import World
@@ -30,6 +31,7 @@ from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.proof import prove
 from triaxis.parallel.thread_world import run_threads
 from triaxis.parallel.topology import Topology
+from triaxis.parallel.trace_world import TraceWorld
 
 FULL = os.environ.get("TRIAXIS_FULL") == "1"
 STATES = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER, MemoryKind.OTHER)
@@ -248,27 +250,52 @@ def test_activations_are_what_autograd_saves() -> None:
     assert run_threads(1, main) == [told]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_peak_is_what_pytorch_allocates(recompute: bool) -> None:
-    """PyTorch's own account of its allocator, over a real step (fp32: other kernels have scratch of their own)."""
-    case = row(tied=True, recompute=recompute, microbatches=3)
-    (program,) = cluster_of(case).programs
+ONE_REAL_RANK = [
+    row(tied=True, microbatches=3),
+    row(recompute=True, microbatches=3),
+    row(dp=2, zero=2, microbatches=3),
+    row(dp=2, zero=3, microbatches=3),
+]
+
+
+@pytest.mark.parametrize("case", ONE_REAL_RANK, ids=str)
+def test_the_peak_is_what_pytorch_allocates(case: Case) -> None:
+    """PyTorch's own account of its allocator, over a real step of one rank (fp32: other kernels have scratch)."""
+    program = trace_rank(case.plan, case.topology, 0).program
     assert program.held is not None
     told = memory(program)[0] - sum(program.held.values())
-
-    def main(world: World) -> int:
-        step = TrainingStep(case.plan, build_mesh(world, case.topology))
-        batches = real_batches(case, 0)
+    step = TrainingStep(case.plan, build_mesh(TraceWorld(0, case.topology.world_size), case.topology))
+    batches = real_batches(case, 0)
+    step.train(batches, 1e-3)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step.train(batches, 1e-3)
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            step.train(batches, 1e-3)
-        events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-
-    (peak,) = run_threads(1, main)
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
     assert abs(told - peak) <= 0.01 * peak
+
+
+@pytest.mark.parametrize("case", EIGHT_RANKS[:2], ids=str)
+def test_bytes_are_what_groups_count(case: Case) -> None:
+    """What a program's messages come to is what the groups of a real rank have sent, each counting by itself."""
+    traced = resolve(cluster_of(case))
+
+    def main(world: World) -> dict[str, int]:
+        mesh = build_mesh(world, case.topology)
+        step = TrainingStep(case.plan, mesh)
+        mesh.clear_traffic()
+        step.train(real_batches(case, mesh.dp.rank), 1e-3)
+        return mesh.sent_bytes()
+
+    for rank, counted in enumerate(run_threads(traced.size, main)):
+        sent: Counter[str] = Counter()
+        for label, event in messages(traced.program(rank)):
+            if label != SETUP and isinstance(event, Communicate) and event.operation != "receive":
+                size = len(next(part for part in traced.groups[event.group] if rank in part))
+                parts = {"send": size, "all_reduce": 2 * (size - 1)}.get(event.operation.split()[0], size - 1)
+                sent[event.group] += event.nbytes * parts // size
+        assert dict(sent) == counted
 
 
 @pytest.mark.parametrize(("zero", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")])
