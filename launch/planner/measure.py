@@ -28,6 +28,9 @@ TORCH_DTYPES = {
 }
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 MIN_REPEATS = 3
+TRIES = 5
+LONGEST = 0.5
+"""Seconds of one product that are worth their while, however short the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ def _measure_rank(rank: int, size: int, store: str, seconds: float) -> Rates:
             for n in sizes:
                 taken = _slowest(group, _product_seconds(n, dtype, world.device, slot))
                 products[dtype, 2.0 * n**3] = 2.0 * n**3 / taken
-                if 8 * taken > slot:  # the next size takes eight times as long
+                if 8 * taken > max(slot, LONGEST):  # the next size takes eight times as long
                     break
         group.barrier()
         bandwidth = _copy_rate(world.device, slot)
@@ -184,11 +187,11 @@ def _agreed_seconds(group: Group, run: Callable[[], object], device: torch.devic
 
 
 def _seconds(run: Callable[[], object], device: torch.device, slot: float) -> float:
-    """Median seconds of one call over the slot, after one to warm up."""
-    run()
-    once = _timed(run, device, 1)
-    repeats = max(1, int(slot / 5 / max(once, 1e-7)))
-    return statistics.median(_timed(run, device, repeats) for _ in range(5 if 5 * once < slot else 1))
+    """Seconds of one call: the best of several tries over the slot, as what else runs can only add to it."""
+    first = _timed(run, device, 1)
+    once = min(_timed(run, device, 1) for _ in range(1 if first > slot else 5))
+    repeats = max(1, int(slot / TRIES / max(once, 1e-7)))
+    return min(once, *(_timed(run, device, repeats) for _ in range(TRIES if TRIES * once < slot else 1)))
 
 
 def _timed(run: Callable[[], object], device: torch.device, repeats: int) -> float:
