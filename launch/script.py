@@ -15,6 +15,7 @@ from triaxis.launch.planner.artefacts import (
     Job,
     job_name,
     pytorch_job,
+    recovery_flags,
     slurm_script,
     torchrun_script,
     train_job,
@@ -165,17 +166,6 @@ def faults_here(config: RunConfig, ranks: int) -> tuple[str, ...]:
             raise
         return elsewhere
     return ()
-
-
-def recovery_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """What lets a restarted run go on: checkpoints, and resuming from the newest; not where the flags say otherwise."""
-    given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
-    wanted: tuple[str, ...] = ()
-    if not given & {"save_strategy", "save_steps", "save_minutes"}:
-        wanted += ("--save_strategy", "steps", "--save_steps", "500")
-    if "resume" not in given:
-        wanted += ("--resume", "auto")
-    return wanted
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from triaxis.launch.planner.artefacts import (
     Job,
     job_name,
     pytorch_job,
+    recovery_flags,
     slurm_script,
     torchrun_command,
     torchrun_script,
@@ -358,4 +359,13 @@ def test_every_form_is_written(tmp_path: Path) -> None:
         "pytorchjob.yaml",
         "trainjob.yaml",
     ]
-    assert all(path.stat().st_size > 100 for path in written)
+    for path in written:
+        text = " ".join(path.read_text().replace("\\\n", " ").replace("\n", " ").replace("- ", "").split())
+        assert "--save_strategy steps --save_steps" in text and "--resume auto" in text
+
+
+def test_wishes_about_saving_are_kept() -> None:
+    assert recovery_flags(("--save-steps", "10", "--tp", "2")) == ("--resume", "auto")
+    assert recovery_flags(("--save_minutes=5", "--resume", "never")) == ()
+    config = parse_flags(recovery_flags(()), speaks=True)
+    assert (config.save_steps, config.resume) == (500, "auto")

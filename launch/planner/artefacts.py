@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,17 @@ def job_name(text: str) -> str:
     """A text as a job's name: `llama2-70b` and `Qwen2.5 7B` give `llama2-70b` and `qwen2-5-7b`."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].rstrip("-")
     return name if name[:1].isalpha() else f"run-{name}"[:52].rstrip("-")
+
+
+def recovery_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """What lets a restarted run go on: checkpoints, and resuming from the newest; not where the flags say otherwise."""
+    given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
+    wanted: tuple[str, ...] = ()
+    if not given & {"save_strategy", "save_steps", "save_minutes"}:
+        wanted += ("--save_strategy", "steps", "--save_steps", "500")
+    if "resume" not in given:
+        wanted += ("--resume", "auto")
+    return wanted
 
 
 def torchrun_arguments(job: Job, *launcher: str) -> tuple[str, ...]:
@@ -246,7 +257,11 @@ def _pod(job: Job, cluster: Cluster, container: str) -> dict[str, Any]:
 
 
 def write_artefacts(directory: Path, job: Job, cluster: Cluster) -> tuple[Path, ...]:
-    """Writes every form of the job into the folder; what was written. Raises OSError where it cannot."""
+    """Writes every form of the job into the folder, with the flags that let it resume; what was written.
+
+    Raises OSError where it cannot.
+    """
+    job = replace(job, flags=(*job.flags, *recovery_flags(job.flags)))
     directory.mkdir(parents=True, exist_ok=True)
     files = {
         "torchrun.sh": torchrun_script(job),
