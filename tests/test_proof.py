@@ -34,10 +34,10 @@ from triaxis.parallel.shrink import smallest
 from triaxis.parallel.topology import Topology
 
 FULL = os.environ.get("TRIAXIS_FULL") == "1"
-LAYOUTS = 200 if FULL else 30
+LAYOUTS = 200 if FULL else 20
 MUTATED_LAYOUTS = 8
 FAULTS_OF_A_KIND = 40  # ten kinds
-ALTERED_SCHEDULES = 4  # of each schedule
+ALTERED_SCHEDULES = 3  # of each schedule
 
 
 def plan(**fields: object) -> StepPlan:
@@ -175,15 +175,14 @@ SYMMETRIC: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", SYMMETRIC)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_gradient_that_no_rank_reduces_as_it_must_is_found(zero: int, fault: str) -> None:
+def test_a_gradient_that_no_rank_reduces_as_it_must_is_found(zero: int) -> None:
     cluster = resolve(trace_cluster(plan(zero=zero, microbatches=2), Topology(tp=2, dp=2)))
-    change, message = SYMMETRIC[fault]
     assert prove(everywhere(cluster, lambda event: event)).holds
-    proof = prove(everywhere(cluster, change))
-    assert {found.obligation for found in proof.faults} == {"gradients"}
-    assert any(re.search(message, found.message) for found in proof.faults), proof.faults
+    for change, message in SYMMETRIC.values():
+        proof = prove(everywhere(cluster, change))
+        assert {found.obligation for found in proof.faults} == {"gradients"}
+        assert any(re.search(message, found.message) for found in proof.faults), proof.faults
 
 
 def test_bytes_that_are_never_given_back_are_found() -> None:

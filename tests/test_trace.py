@@ -45,21 +45,19 @@ def row(
     order: str = "tp-pp-dp",
     tied: bool = False,
     documents: bool = False,
+    virtual_stages: int = 1,
     **plan: object,
 ) -> Case:
     """One layout under test, with two microbatches of one sequence unless `plan` says otherwise."""
-    virtual_stages = plan.get("virtual_stages", 1)
-    assert isinstance(virtual_stages, int)
     fields = {"microbatch_size": 1, "microbatches": 2, "sequence_length": 16, "bucket_elements": 3000} | plan
     model = replace(MODEL, layers=max(2, pp * virtual_stages), tied=tied)
     return Case(
-        plan=StepPlan(model=model, **fields),  # type: ignore[arg-type]
+        plan=StepPlan(model=model, virtual_stages=virtual_stages, **fields),  # type: ignore[arg-type]
         topology=Topology(tp=tp, pp=pp, dp=dp, order=order),
         documents=documents,
     )
 
 
-INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 FOUR_RANKS = [
     row(dp=4, zero=0),
     row(dp=4, zero=1, dtype="bf16"),
@@ -74,15 +72,23 @@ FOUR_RANKS = [
     row(tp=2, dp=2, zero=3, sequence_parallel=True, recompute=True),
     row(pp=2, dp=2, zero=0, schedule="1f1b", recompute=True),
     row(pp=2, dp=2, zero=1, schedule="gpipe", tied=True, dtype="bf16"),
-    row(pp=2, dp=2, zero=2, tied=True, microbatches=5, **INTERLEAVED),
+    row(pp=2, dp=2, zero=2, tied=True, microbatches=5, schedule="interleaved", virtual_stages=2),
     row(pp=2, dp=2, zero=3, schedule="1f1b", tied=True, microbatches=5),
-    row(tp=2, pp=2, sequence_parallel=True, recompute=True, microbatches=5, **INTERLEAVED),
+    row(
+        tp=2,
+        pp=2,
+        sequence_parallel=True,
+        recompute=True,
+        microbatches=5,
+        schedule="interleaved",
+        virtual_stages=2,
+    ),
 ]
 EIGHT_RANKS = [
     row(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True, tied=True, microbatches=5),
     row(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True, recompute=True, order="pp-tp-dp"),
     row(tp=4, dp=2, zero=2, schedule="gpipe", documents=True),
-    row(pp=2, dp=4, zero=3, microbatches=2, **INTERLEAVED),
+    row(pp=2, dp=4, zero=3, microbatches=2, schedule="interleaved", virtual_stages=2),
 ]
 
 
@@ -146,7 +152,7 @@ def states(program: Program) -> tuple[object, ...]:
 
 def some_rows() -> list[Case]:
     draw = random.Random(int(os.environ["TRIAXIS_SAMPLE_SEED"]))
-    return FOUR_RANKS + EIGHT_RANKS if FULL else [*draw.sample(FOUR_RANKS, 6), draw.choice(EIGHT_RANKS)]
+    return FOUR_RANKS + EIGHT_RANKS if FULL else [*draw.sample(FOUR_RANKS, 3), draw.choice(EIGHT_RANKS)]
 
 
 @pytest.mark.parametrize("case", some_rows(), ids=str)
@@ -184,7 +190,7 @@ def test_processes_do_what_the_trace_tells(first: int, tmp_path: Path) -> None:
 # The trace against itself: what it leaves out changes nothing.
 
 
-@pytest.mark.parametrize("case", [*drawn(40 if FULL else 5)], ids=str)
+@pytest.mark.parametrize("case", [*drawn(40 if FULL else 4)], ids=str)
 def test_a_deputys_program_is_that_of_the_ranks_it_stands_for(case: Case) -> None:
     traced, every = cluster_of(case), cluster_of(case, every_rank=True)
     for cluster in (traced, every):
@@ -197,7 +203,7 @@ def test_a_deputys_program_is_that_of_the_ranks_it_stands_for(case: Case) -> Non
         assert abs(peak - expected) <= 0.01 * expected, f"rank {rank} of {case}"
 
 
-@pytest.mark.parametrize("case", [*drawn(40 if FULL else 5, microbatches=9)], ids=str)
+@pytest.mark.parametrize("case", [*drawn(40 if FULL else 4, microbatches=9)], ids=str)
 def test_what_is_repeated_is_what_is_run(case: Case) -> None:
     """All microbatches run, or those that repeat stood in for: the same messages, computations and bytes."""
     repeated, run = cluster_of(case), cluster_of(case, repeat=False)
@@ -271,7 +277,7 @@ def test_the_peak_is_what_pytorch_allocates(case: Case) -> None:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         step.train(batches, 1e-3)
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()
     peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
     assert abs(told - peak) <= 0.01 * peak
 
@@ -322,7 +328,7 @@ def test_model_states_are_what_the_engine_counts(zero: int, dtype: str) -> None:
 
 
 def test_a_rank_of_70b_takes_no_memory() -> None:
-    """An eighth of the layers on one rank: hundreds of gigabytes are told of, and none is touched."""
+    """A sixteenth of the layers on one rank: tens of gigabytes are told of, and none is touched."""
     script = """
 import resource
 from triaxis.engine.step import StepPlan
@@ -331,12 +337,12 @@ from triaxis.models.presets import load_config
 from triaxis.parallel.topology import Topology
 
 plan = StepPlan(model=load_config("llama3-70b"), microbatch_size=1, microbatches=1, sequence_length=4096, dtype="bf16")
-traced = trace_rank(plan, Topology(pp=8), 7)
+traced = trace_rank(plan, Topology(pp=16), 15)
 print(sum(traced.program.held.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
     told = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     held_bytes, resident_bytes = map(int, told.split())
-    assert held_bytes > 1.4e11 and resident_bytes < 1e9
+    assert held_bytes > 7e10 and resident_bytes < 1e9
 
 
 @pytest.mark.parametrize("tied", [False, True])
