@@ -72,7 +72,7 @@ def test_the_bubble_is_p_less_1_microbatches_and_chunks_divide_it() -> None:
 
 def test_full_recompute_costs_a_forward_pass() -> None:
     plain, again = step_time(ONE_NODE), step_time(replace(ONE_NODE, recompute=Recompute.FULL))
-    assert 0.28 < again.recompute / plain.compute < 0.38
+    assert 0.25 < again.recompute / plain.compute < 0.38
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,10 @@ def test_full_recompute_costs_a_forward_pass() -> None:
     [
         ({"dp": 4, "tp": 2}, {}),  # 7B fits without tp: its messages are for nothing
         ({"dp": 1, "tp": 8, "sequence_parallel": False}, {"dp": 1, "tp": 8}),
-        ({"dp": 64, "global_batch": 64, "zero": 3}, {"dp": 64, "global_batch": 64, "zero": 1}),
+        (
+            {"dp": 64, "global_batch": 4096, "zero": 3, "sequence": 512},
+            {"dp": 64, "global_batch": 4096, "zero": 1, "sequence": 512},
+        ),
         ({"zero": 2, "dp": 64, "global_batch": 512}, {"zero": 1, "dp": 64, "global_batch": 512}),
         ({"dp": 1, "cp": 8, "sequence": 4096}, {}),
         ({"flash_attention": False}, {}),

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds, send_seconds
+from triaxis.launch.planner.engine_step import is_own, own_step_time
 from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
+from triaxis.launch.planner.step import StepTime
 
 FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
 _WIDE: Final = ("bf16", "fp16", "fp32")
@@ -19,43 +21,6 @@ STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging
 OPTIMIZER_BYTES: Final = (
     34  # moved for each parameter that a rank updates: fp32 states in and out, gradient, weight
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Seconds of one optimizer step and their parts, each as it lengthens the step, on the slowest stage."""
-
-    compute: float
-    recompute: float
-    tensor: float
-    context: float
-    expert: float
-    pipeline: float
-    bubble: float
-    data: float
-    optimizer: float
-    tokens: float
-    gpus: int
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return (
-            self.compute
-            + self.recompute
-            + self.tensor
-            + self.context
-            + self.expert
-            + self.pipeline
-            + self.bubble
-            + self.data
-            + self.optimizer
-        )
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        """Throughput."""
-        return self.tokens / self.seconds / self.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +47,12 @@ class _Passes:
 
 
 def step_time(layout: Layout) -> StepTime:
-    """The step's time on the slowest pipeline stage."""
+    """The step's time on the slowest pipeline stage.
+
+    This engine's own layouts are priced operator by operator, as its trace is (engine_step.py).
+    """
+    if is_own(layout):
+        return own_step_time(layout)
     shape, stages, chunks = layout.shape, layout.pp, layout.virtual_stages
     dense = _layer(layout, routed=False)
     routed = _layer(layout, routed=True) if shape.expert_layers else dense

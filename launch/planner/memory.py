@@ -7,13 +7,15 @@ layers keep for backward, part by part (C.3), times what the schedule holds at o
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Final
 
+from triaxis.launch.planner.buckets import PASSES, Bucket, Parameter, fill, unreduced_elements
 from triaxis.launch.planner.layout import LOGIT_CHUNK, TRIAXIS, Layout, Recompute, Software
+from triaxis.launch.planner.shapes import Shape
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
 COMMUNICATOR_BYTES: Final = 0.4e9  # of each kind of communicator that a rank has
-BUCKET_ELEMENTS: Final = 1 << 25  # as parallel/zero.py fills them
 BUCKETS_UNDER_WAY: Final = 3
 
 
@@ -100,7 +102,7 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     spare = software.spare_gradients * dense_layer
     logits = _logits(layout) if last else 0.0
     head_spare = software.spare_gradients * shape.embedding_parameters() / layout.tp if last else 0.0
-    buffers = _buffers(layout, dense_layer, expert_layer if routed else 0.0)
+    buffers = _buffers(layout, stage, layers, dense_layer, expert_layer if routed else 0.0)
     temporaries = spare + (max(working - logits, head_spare) if last else working)
     allocated = sum(states) + activations + logits + buffers + temporaries
     return Memory(
@@ -233,22 +235,91 @@ def _logits(layout: Layout) -> float:
     logits = layout.tokens * layout.shape.vocab / layout.tp
     if layout.software.logit_bytes:
         return layout.software.logit_bytes * logits
-    return (
-        10.0 * min(logits, LOGIT_CHUNK)
-        + 2 * ELEMENT_BYTES[layout.dtype] * layout.tokens * layout.shape.hidden
-    )
+    element = ELEMENT_BYTES[layout.dtype]
+    product = (
+        element * layout.shape.embedding_parameters() / layout.tp
+    )  # a 16-bit weight's gradient of one chunk
+    hidden = 2 * element * layout.tokens * layout.shape.hidden
+    return 6.0 * min(logits, LOGIT_CHUNK) + hidden + (product if element == 2 else 0.0)
 
 
-def _buffers(layout: Layout, dense_layer: float, expert_layer: float) -> float:
+def _buffers(layout: Layout, stage: int, layers: int, dense_layer: float, expert_layer: float) -> float:
     """Gathered parameters and unreduced gradients of ZeRO 2 and 3, and the pipeline's messages."""
     shape, software = layout.shape, layout.software
     element = ELEMENT_BYTES[layout.dtype]
     message = element * layout.tokens * shape.hidden / _outer(layout)
-    buffers = 4 * message if layout.pp > 1 else 0.0
-    unit = max(dense_layer + expert_layer, shape.embedding_parameters() / layout.tp)
+    messages = 4 * message if layout.pp > 1 else 0.0
+    table = shape.embedding_parameters() / layout.tp
+    unit = max(dense_layer + expert_layer, table)
     if layout.shards == 1 or layout.zero < 2:
-        return buffers
+        return messages
+    if software is TRIAXIS:
+        following = table if stage == layout.pp - 1 else dense_layer  # the head, or the block before
+        gathered = element * (dense_layer + following) if layout.zero == 3 else 0.0
+        return messages + gathered + _unreduced(layout, stage, layers)
     if layout.zero == 2:
-        bucket = min(BUCKET_ELEMENTS, unit) if software is TRIAXIS else unit
-        return buffers + BUCKETS_UNDER_WAY * software.gradient_bytes * max(bucket, unit / 2)
-    return buffers + 2 * element * unit + software.reduce_bytes * unit
+        return messages + BUCKETS_UNDER_WAY * software.gradient_bytes * unit / 2
+    return messages + 2 * element * unit + software.reduce_bytes * unit
+
+
+def _unreduced(layout: Layout, stage: int, layers: int) -> float:
+    """Bytes of this engine's buffers for gradients that are not reduced yet."""
+    made, held = _bucket_elements(
+        layout.shape,
+        tensor=layout.tp,
+        layers=layers,
+        chunks=layout.virtual_stages,
+        first=stage == 0,
+        last=stage == layout.pp - 1,
+        whole_units=layout.zero == 3,
+        passes=int(min(layout.microbatches, PASSES)),
+    )
+    gradient = max(layout.software.gradient_bytes, ELEMENT_BYTES[layout.dtype])
+    return gradient * (made + held / layout.shards)
+
+
+@lru_cache(maxsize=8192)
+def _bucket_elements(
+    shape: Shape,
+    *,
+    tensor: int,
+    layers: int,
+    chunks: int,
+    first: bool,
+    last: bool,
+    whole_units: bool,
+    passes: int,
+) -> tuple[float, float]:
+    """Elements of a rank's gradient buffers, and of the buckets whose sums are under way."""
+    table = shape.embedding_parameters() / tensor
+    shared = shape.tied and first and last
+    apart = shape.tied and not (first and last)  # a tied table on two stages has a bucket of its own
+    root = [Parameter(elements=shape.hidden, time=0)] if last else []
+    if first and shape.bound_rows:
+        root.insert(0, Parameter(elements=shape.bound_rows * shape.hidden, time=layers + 1))
+    ends = [Parameter(elements=table, time=layers + 1)] if first and not apart else []
+    if shared:  # the embedding's gradient begins with the head's
+        root, ends = [Parameter(elements=table, time=0, until=layers + 1), *root], []
+    inputs = [inside * outside / tensor for inside, outside in shape.attention_matmuls()]
+    inputs += [inside * outside / tensor for inside, outside in shape.mlp_matmuls(shape.ffn)]
+    blocks = [
+        [Parameter(elements=size, time=layers - layer) for size in (shape.hidden, shape.hidden, *inputs)]
+        for layer in range(layers)
+    ]
+    head = [Parameter(elements=table, time=0)] if last and not shared and not apart else []
+    buckets: list[Bucket] = []
+    if apart and (first or last):
+        time = layers + 1 if first else 0
+        buckets.append(Bucket(elements=table, first=time, last=time))
+    for chunk in range(chunks):
+        share = -(-layers // chunks)
+        units = blocks[chunk * share : (chunk + 1) * share]
+        if chunk == 0:
+            units = [root, ends, *units] if not last or chunks == 1 else units
+        if chunk == chunks - 1:
+            units = [*units, head] if chunks == 1 or not last else [root, *units, head]
+        if whole_units:
+            buckets += [bucket for unit in units for bucket in fill(unit)]
+        else:
+            buckets += fill([parameter for unit in units for parameter in unit])
+    return unreduced_elements(buckets, passes)

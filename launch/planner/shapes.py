@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triaxis.models.config import ActivationKind, ModelConfig
+from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class Shape:
 
     gated: three MLP matrices, not two; experts: routed ones in each of the last layers - dense_layers layers,
     chosen of them for a token, expert_ffn wide, besides a shared MLP of shared_ffn; bound_rows: embeddings that
-    are not the vocabulary's (learned positions)
+    are not the vocabulary's (learned positions); rms: norms are RMS norms; rotary: positions are; biased: projections
+    have biases
     """
 
     layers: int
@@ -43,6 +44,9 @@ class Shape:
     shared_ffn: int = 0
     dense_layers: int = 0
     latent: Latent | None = None
+    rms: bool = True
+    rotary: bool = True
+    biased: bool = False
 
     @property
     def mlp_matrices(self) -> int:
@@ -142,6 +146,9 @@ def shape_of(model: ModelConfig) -> Shape:
         gated=model.activation == ActivationKind.SWIGLU,
         tied=model.tied,
         bound_rows=model.position_parameters() // model.hidden_size,
+        rms=model.norm == NormKind.RMSNORM,
+        rotary=model.positions == PositionKind.ROPE,
+        biased=model.output_bias or model.mlp_bias,
     )
 
 

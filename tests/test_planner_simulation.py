@@ -1,0 +1,157 @@
+"""Closed forms against the simulation of the engine itself: memory and step time of random layouts."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from dataclasses import dataclass, replace
+
+import pytest
+
+from triaxis.engine.step import StepPlan
+from triaxis.engine.trace.cluster import trace_cluster
+from triaxis.launch.planner.cost import step_time
+from triaxis.launch.planner.hardware import load_hardware
+from triaxis.launch.planner.layout import LOGIT_CHUNK, Layout, Recompute
+from triaxis.launch.planner.memory import memory
+from triaxis.launch.planner.operators import BUCKET_ELEMENTS
+from triaxis.launch.planner.shapes import shape_of
+from triaxis.launch.simulator.memory import memory_use
+from triaxis.launch.simulator.timeline import Prices, simulate
+from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind
+from triaxis.parallel.topology import Topology
+from triaxis.parallel.vocabulary import CHUNK_LOGITS
+from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS
+
+COUNT = 100 if os.environ.get("TRIAXIS_FULL") else 10
+LLAMA = ModelConfig(
+    name="llama-like",
+    vocab_size=32000,
+    hidden_size=1024,
+    layers=8,
+    heads=16,
+    kv_heads=4,
+    ffn_size=2816,
+    max_positions=2048,
+)
+GPT = ModelConfig(
+    name="gpt-like",
+    vocab_size=20000,
+    hidden_size=768,
+    layers=8,
+    heads=12,
+    kv_heads=12,
+    ffn_size=3072,
+    max_positions=1024,
+    norm=NormKind.LAYERNORM,
+    positions=PositionKind.LEARNED,
+    activation=ActivationKind.GELU,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    tied=True,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Closed form over simulation, less one."""
+
+    layout: Layout
+    memory: float
+    time: float
+
+
+def draw(rng: random.Random) -> tuple[ModelConfig, Layout]:
+    model = rng.choice((LLAMA, GPT))
+    tp, pp, dp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 2, 4, 8))
+    chunks = 2 if pp > 1 and rng.random() < 0.3 else 1
+    microbatch = rng.choice((1, 2))
+    layout = Layout(
+        shape=shape_of(model),
+        hardware=load_hardware(rng.choice(("a100-80g", "h100-80g"))),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        zero=rng.choice((0, 1, 2, 3)) if dp > 1 else 0,
+        microbatch=microbatch,
+        global_batch=dp * microbatch * rng.choice((8, 12)),
+        sequence=1024,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        virtual_stages=chunks,
+        recompute=rng.choice((Recompute.NONE, Recompute.FULL)),
+        sequence_parallel=tp > 1 and rng.random() < 0.7,
+    )
+    return model, layout
+
+
+def compare(model: ModelConfig, layout: Layout) -> Compared:
+    plan = StepPlan(
+        model=model,
+        microbatch_size=layout.microbatch,
+        microbatches=int(layout.microbatches),
+        sequence_length=layout.sequence,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute == Recompute.FULL,
+        zero=layout.zero,
+        dtype="bf16",
+    )
+    cluster = trace_cluster(plan, Topology(dp=layout.dp, tp=layout.tp, pp=layout.pp))
+    peak = max(memory_use(program).peak_bytes for program in cluster.programs)
+    seconds = simulate(cluster, Prices(layout.hardware)).seconds
+    return Compared(
+        layout=layout,
+        memory=memory(layout).allocated / peak - 1,
+        time=step_time(layout).seconds / seconds - 1,
+    )
+
+
+def described(found: Compared) -> str:
+    at = found.layout
+    return (
+        f"dp{at.dp} tp{at.tp} pp{at.pp} z{at.zero} v{at.virtual_stages} mbs{at.microbatch} {at.recompute} "
+        f"sp{at.sequence_parallel} h{at.shape.hidden} {at.hardware.name}: "
+        f"memory {found.memory:+.1%}, time {found.time:+.1%}"
+    )
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Compared]:
+    rng = random.Random(4)
+    return [compare(*draw(rng)) for _ in range(COUNT)]
+
+
+def test_memory_agrees(compared: list[Compared]) -> None:
+    """On average; where a stage has only a bucket or two, ZeRO 2 and 3 are up to a quarter off."""
+    errors = [abs(found.memory) for found in compared]
+    told = "\n".join(described(found) for found in compared if abs(found.memory) > 0.03)
+    assert statistics.mean(errors) < 0.03, told
+    assert max(errors) < 0.25, told
+
+
+def test_step_time_agrees(compared: list[Compared]) -> None:
+    """On average; ZeRO 3 over small stages and slow links is up to a quarter off."""
+    errors = [abs(found.time) for found in compared]
+    told = "\n".join(described(found) for found in compared if abs(found.time) > 0.05)
+    assert statistics.mean(errors) < 0.05, told
+    assert max(errors) < 0.25, told
+
+
+def test_constants_are_the_engines() -> None:
+    assert LOGIT_CHUNK == CHUNK_LOGITS
+    assert BUCKET_ELEMENTS == DEFAULT_BUCKET_ELEMENTS
+
+
+def test_a_large_vocabulary_costs_its_chunks() -> None:
+    """Its chunks hold few tokens, and each reads the whole head: eight times the words cost more than eight times."""
+    layout = replace(draw(random.Random(1))[1], tp=1, pp=1, dp=1, zero=0, recompute=Recompute.NONE)
+    shape = layout.shape
+
+    def head(vocabulary: int) -> float:
+        found = step_time(replace(layout, shape=replace(shape, vocab=vocabulary)))
+        return found.compute - step_time(replace(layout, shape=replace(shape, vocab=16))).compute
+
+    assert head(256_000) > 10 * head(32_000)
