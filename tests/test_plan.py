@@ -31,7 +31,7 @@ from triaxis.launch.planner.memory_tables import counts, least_accelerators, mod
 from triaxis.launch.planner.recommended import nearest, recommendations
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.score import SHIPPED
-from triaxis.launch.planner.search import Plan, Request, candidates, lightest, pareto, search
+from triaxis.launch.planner.search import Plan, Request, Space, candidates, lightest, pareto, search
 from triaxis.launch.planner.table import (
     DENSE_671B,
     LAYER_PARAMETERS,
@@ -124,11 +124,11 @@ def test_the_zero_stage_is_found(table: dict[str, dict[str, Any]]) -> None:
             seq=4096,
             global_batch=1024,
         )
-        below = candidates(wish, [(row["dp"], row["tp"], row["pp"])], zeros=range(row["zero"]))
+        below = candidates(wish, [(row["dp"], row["tp"], row["pp"])], Space(zeros=range(row["zero"])))
         fitting = [one for one in below if one.fits_surely]
         assert all(one.seconds > row["step_seconds"] for one in fitting), size.name
     bare = request("llama2-7b", 8, global_batch=1024)
-    plain = min(one.memory.model_states for one in candidates(bare, [(8, 1, 1)], zeros=(0,)))
+    plain = min(one.memory.model_states for one in candidates(bare, [(8, 1, 1)], Space(zeros=(0,))))
     assert plain > 112e9
 
 
@@ -261,6 +261,8 @@ def test_no_legal_layout_says_why() -> None:
         ("dp=8,tp=8,pp=1", "× the time: +"),
         ("dp=1,tp=8,pp=8,zero=2", "nobody to share with"),
         ("tp=64", "× the time: +"),
+        ("dp=8,tp=4,pp=2,microbatch=32,recompute=no", "does not fit even at the best virtual_stages, zero"),
+        ("dp=8,tp=4,pp=2,microbatch=128,recompute=yes,zero=3", "GB too much (activations "),
         ("tp=8,pp=8", "loses to dp"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.search import Candidate, Plan, candidates, faults
+from triaxis.launch.planner.search import Candidate, Plan, Space, candidates, faults
 from triaxis.launch.planner.step import StepTime
 
 PARTS: Final = {
@@ -158,11 +158,7 @@ def _answers(layout: Layout, wish: Mapping[str, int | bool]) -> bool:
 
 def _all_of(plan: Plan, wish: Mapping[str, int | bool]) -> list[Candidate]:
     """Candidates of the wished topology with its microbatch, which the search may leave out as too large."""
-    return [
-        one
-        for one in candidates(plan.request, max_microbatch=int(wish["microbatch"]))
-        if one.layout.microbatch == wish["microbatch"]
-    ]
+    return list(candidates(plan.request, space=Space(microbatches=(int(wish["microbatch"]),))))
 
 
 def _illegal(plan: Plan, wish: Mapping[str, int | bool]) -> str:

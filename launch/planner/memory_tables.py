@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from triaxis.launch.planner.hardware import Hardware
-from triaxis.launch.planner.layout import DEEPSPEED, FSDP, MEGATRON, TRIAXIS, Layout, Software
+from triaxis.launch.planner.layout import DEEPSPEED, FSDP, MEGATRON, TRIAXIS, Layout, Recompute, Software
 from triaxis.launch.planner.memory import memory
-from triaxis.launch.planner.search import Candidate, Request, by_preference, candidates, lightest
+from triaxis.launch.planner.search import Candidate, Request, Space, by_preference, candidates, lightest
 from triaxis.launch.planner.shapes import shape_of
 from triaxis.launch.planner.table import DENSE_671B, QWEN_1_8B
 from triaxis.models.config import ModelConfig
@@ -138,12 +138,11 @@ def least_accelerators(
 def _recommended(model: ModelConfig, hardware: Hardware, seq: int) -> Candidate | None:
     for count in counts(hardware):
         request = _request(model, model.name, hardware, seq, count, "bf16")
+        space = Space(microbatches=(1,), recomputes=(Recompute.NONE,), virtual_stages=(1,))
         found = [
             one
-            for one in candidates(request, max_microbatch=1)
+            for one in candidates(request, space=space)
             if one.memory_bytes <= COMFORTABLE * hardware.memory_bytes
-            and one.layout.recompute == "none"
-            and one.layout.virtual_stages == 1
             and one.layout.tp <= hardware.gpus_per_node
         ]
         if found:

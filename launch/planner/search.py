@@ -6,7 +6,8 @@ GPipe is left out (1F1B takes the same time and holds fewer microbatches).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,9 +23,6 @@ from triaxis.launch.planner.step import StepTime
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.schedule import ScheduleName
 
-MAX_MICROBATCH = 16
-VIRTUAL_STAGES = (2, 3, 4, 5, 8)
-RECOMPUTES = (Recompute.NONE, Recompute.FULL)
 EQUAL = 0.02
 """Times closer than this are told apart by nothing here; then the simpler layout is chosen."""
 
@@ -43,6 +41,20 @@ class Request:
     seq: int
     global_batch: int
     dtype: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What is tried on each topology."""
+
+    zeros: Sequence[int] = (0, 1, 2, 3)
+    microbatches: Sequence[int] = range(1, 17)
+    recomputes: Sequence[Recompute] = (Recompute.NONE, Recompute.FULL)
+    virtual_stages: Sequence[int] = (1, 2, 3, 4, 5, 8)
+
+
+EVERYTHING = Space()
+LIGHTEST = Space(zeros=(3,), microbatches=(1,), recomputes=(Recompute.FULL,), virtual_stages=(1,))
 
 
 @dataclass(frozen=True)
@@ -197,55 +209,47 @@ def faults(
 
 
 def candidates(
-    request: Request,
-    only: Iterable[tuple[int, int, int]] | None = None,
-    *,
-    zeros: Iterable[int] = (0, 1, 2, 3),
-    max_microbatch: int = MAX_MICROBATCH,
+    request: Request, only: Iterable[tuple[int, int, int]] | None = None, space: Space = EVERYTHING
 ) -> Iterator[Candidate]:
-    """Every legal layout, priced; `only` some topologies, only some ZeRO stages."""
+    """Every legal layout, priced; `only` some topologies. What is larger than one that does not fit is left out."""
     shape = shape_of(request.model)
-    stages = tuple(zeros)
     for dp, tp, pp in topologies(request) if only is None else only:
         each = request.global_batch // dp
-        for microbatch in (size for size in divisors(each) if size <= max_microbatch):
-            for chunks in (1, *_chunks(request, pp, each // microbatch)):
-                for zero in stages if dp > 1 else (0,):
-                    for recompute in RECOMPUTES:
-                        layout = Layout(
-                            shape=shape,
-                            hardware=request.hardware,
-                            dp=dp,
-                            tp=tp,
-                            pp=pp,
-                            zero=zero,
-                            microbatch=microbatch,
-                            global_batch=request.global_batch,
-                            sequence=request.seq,
-                            schedule="interleaved" if chunks > 1 else "1f1b",
-                            virtual_stages=chunks,
-                            recompute=recompute,
-                            sequence_parallel=tp > 1 and (request.seq * microbatch) % tp == 0,
-                            dtype=request.dtype,
-                        )
-                        yield Candidate(layout=layout, memory=memory(layout))
+        ways = itertools.product(space.virtual_stages, space.zeros if dp > 1 else (0,), space.recomputes)
+        for chunks, zero, recompute in ways:
+            for microbatch in (size for size in space.microbatches if each % size == 0):
+                if chunks > 1 and not _interleaves(request, pp, chunks, each // microbatch):
+                    continue
+                layout = Layout(
+                    shape=shape,
+                    hardware=request.hardware,
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    zero=zero,
+                    microbatch=microbatch,
+                    global_batch=request.global_batch,
+                    sequence=request.seq,
+                    schedule="interleaved" if chunks > 1 else "1f1b",
+                    virtual_stages=chunks,
+                    recompute=recompute,
+                    sequence_parallel=tp > 1 and (request.seq * microbatch) % tp == 0,
+                    dtype=request.dtype,
+                )
+                candidate = Candidate(layout=layout, memory=memory(layout))
+                yield candidate
+                if not candidate.fits:
+                    break
 
 
-def _chunks(request: Request, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Chunks a rank for the interleaved schedule; groups of pp microbatches are its unit."""
-    if pp == 1 or microbatches % pp:
-        return ()
-    return tuple(chunks for chunks in VIRTUAL_STAGES if pp * chunks <= request.model.layers)
+def _interleaves(request: Request, pp: int, chunks: int, microbatches: int) -> bool:
+    """Whether the interleaved schedule makes sense: groups of pp microbatches are its unit."""
+    return pp > 1 and microbatches % pp == 0 and pp * chunks <= request.model.layers
 
 
 def lightest(request: Request) -> tuple[Candidate, ...]:
     """The legal layouts that need least: everything sharded and recomputed, one sequence at a time; lightest first."""
-    found = (
-        candidate
-        for candidate in candidates(request, zeros=(3,), max_microbatch=1)
-        if candidate.layout.recompute == Recompute.FULL and candidate.layout.virtual_stages == 1
-    )
-    return tuple(sorted(found, key=lambda one: one.memory_bytes))
+    return tuple(sorted(candidates(request, space=LIGHTEST), key=lambda one: one.memory_bytes))
 
 
 def _no_topology(request: Request) -> tuple[str, ...]:
