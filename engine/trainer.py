@@ -150,6 +150,7 @@ class _Run:
                 watch=self._watch,
                 say=progress.announce,
             )
+            saver.start(self._directory)
             summary = self._train(counters, total_steps, saver, metrics, progress)
         if self._speaks:
             progress.announce(_closing(summary, total_steps))

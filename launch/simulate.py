@@ -118,7 +118,7 @@ def _run(
     links: dict[int, float],
 ) -> int:
     from triaxis.launch.simulator.result import as_dict  # imports torch
-    from triaxis.launch.simulator.run import simulate_run
+    from triaxis.launch.simulator.run import simulate_run, smallest_fault
     from triaxis.launch.simulator.summary import print_summary, showing_progress
 
     with showing_progress() as progress:
@@ -140,6 +140,8 @@ def _run(
         from triaxis.launch.simulator.report import write_report
 
         write_report(values, flags.report)
+    if not simulation.proof.holds:
+        print(smallest_fault(config, resolved, documents=flags.documents) or "", file=sys.stderr, flush=True)
     if flags.json:
         print(json.dumps(values))
     else:

@@ -166,6 +166,8 @@ class ZeroDataParallel:
         if self.stage < 2 and not self._last:
             return
         bucket.start_reduce()
+        if bucket in self._under_way:  # its reduction before this one is over
+            self._under_way.remove(bucket)
         self._under_way.append(bucket)
         while self.stage >= 2 and len(self._under_way) > REDUCTIONS_UNDER_WAY:
             self._under_way.popleft().finish_reduce()

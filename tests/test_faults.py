@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -357,3 +358,18 @@ def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_pa
         report = (tmp_path / "hang" / f"rank-{number}.txt").read_text()
         assert report.startswith(f"rank {number} (dp {number}, pp 0, tp 0), process {os.getpid()}")
         assert "last operation by group:" in report and "in sleeps" in report
+
+
+def test_a_disk_too_small_for_two_checkpoints_is_told_at_the_start(
+    flags: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for free, warned in ((1 << 40, False), (1000, True)):
+        usage = namedtuple("usage", "total used free")(1 << 40, 0, free)
+        monkeypatch.setattr(
+            "triaxis.engine.faults.saving.shutil.disk_usage", lambda _path, usage=usage: usage
+        )
+        run(flags | {"steps": 1, "warmup_steps": 0, "save_steps": 1, "output_dir": str(tmp_path / str(free))})
+        assert ("warning: a checkpoint takes" in capsys.readouterr().err) is warned

@@ -7,9 +7,12 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from triaxis.engine.step import TrainingStep
+from triaxis.launch.simulate import main
 from triaxis.launch.simulator.memory import CachingAllocator, memory_use, reserved_bytes
 from triaxis.models.presets import load_config
 from triaxis.parallel.events import KINDS, MemoryCurve, MemoryKind, Program, Segment, Step
@@ -78,6 +81,26 @@ def test_a_misspelt_key_of_a_hardware_file_is_named(tmp_path: Path) -> None:
     refused = run("--hardware", str(file))
     assert refused.returncode == 2
     assert "memory_bites" in refused.stderr
+
+
+def test_a_fault_is_shown_with_the_smallest_run_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A planted one: the last stage sums its gradients once too often."""
+    synchronize = TrainingStep.accumulate
+
+    def twice(self: TrainingStep, batches: Any) -> Any:
+        result = synchronize(self, batches)
+        if self.mesh.pp.rank == self.mesh.pp.size - 1 and self.mesh.pp.size > 1:
+            self.mesh.everyone.all_reduce(result[0])
+        return result
+
+    monkeypatch.setattr(TrainingStep, "accumulate", twice)
+    assert main([*SMALL, "--pp", "3"]) == 1
+    told = capsys.readouterr()
+    assert "do not fit together" in told.out
+    assert "agreement" in told.out or "progress" in told.out
+    assert "pp 2 and microbatches 1" in told.err
 
 
 LARGE = {

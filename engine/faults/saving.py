@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from triaxis.engine.checkpoint.store import CheckpointStore, RunState, SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
@@ -16,6 +18,8 @@ from triaxis.engine.step import TrainingStep
 
 DEFAULT_SAVE_STEPS = 500
 DEFAULT_SAVE_MINUTES = 30.0
+ROOM = 2
+MEGA = 1e6
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +68,19 @@ class Saver:
         self._rounding = rounding(config, resolved, training.mesh.world)
         self._facts = facts_of(config, resolved)
         self._saved_seconds = time.monotonic()
+
+    def start(self, directory: Path) -> None:
+        """Warns where the disk has no room for two checkpoints: one is written beside the other."""
+        if self._resolved.save_strategy in (SaveStrategy.NO, SaveStrategy.SIGNAL):
+            return
+        store, self._opened = self._open_store(), True
+        if self._training.mesh.world.rank == 0:
+            free = shutil.disk_usage(directory).free
+            if free < ROOM * store.size_bytes:
+                self._say(
+                    f"warning: a checkpoint takes {store.size_bytes / MEGA:,.0f} MB, and {directory} has only "
+                    f"{free / MEGA:,.0f} MB free for old and new; free some, or choose another --output-dir"
+                )
 
     def time_due(self) -> bool:
         """Whether this rank's clock asks for a save; the trainer makes it one answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from triaxis.engine.config import ResolvedRun, RunConfig
 from triaxis.engine.step import step_plan
@@ -10,7 +11,11 @@ from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.simulator.result import Simulation, price
 from triaxis.launch.simulator.timeline import Disturbance
+from triaxis.parallel.events import Cluster
 from triaxis.parallel.proof import prove
+from triaxis.parallel.shrink import Smallest, smallest
+
+MOST_MICROBATCHES = 8
 
 
 def simulate_run(
@@ -35,3 +40,18 @@ def simulate_run(
         hardware,
         Disturbance(slower=slower or {}, links=links or {}),
     )
+
+
+def smallest_fault(config: RunConfig, resolved: ResolvedRun, *, documents: bool = False) -> Smallest | None:
+    """The fewest stages and microbatches that still break the proof, with as many layers as stages need."""
+    plan, topology = step_plan(config, resolved), resolved.topology
+    chunks = plan.virtual_stages
+
+    def build(pp: int, microbatches: int) -> Cluster:
+        model = replace(plan.model, layers=pp * chunks)
+        small = replace(plan, model=model, microbatches=microbatches)
+        return trace_cluster(
+            small, replace(topology, pp=pp, dp=min(topology.dp, 2)), documents=documents, repeat=False
+        )
+
+    return smallest(build, topology.pp, min(plan.microbatches, MOST_MICROBATCHES))
