@@ -214,7 +214,9 @@ def candidates(
     """Every legal layout, priced; `only` some topologies. What is larger than one that does not fit is left out."""
     shape = shape_of(request.model)
     for dp, tp, pp in topologies(request) if only is None else only:
-        each = request.global_batch // dp
+        each, rest = divmod(request.global_batch, dp)
+        if rest:
+            continue
         ways = itertools.product(space.virtual_stages, space.zeros if dp > 1 else (0,), space.recomputes)
         for chunks, zero, recompute in ways:
             for microbatch in (size for size in space.microbatches if each % size == 0):
