@@ -111,6 +111,7 @@ class RunConfig:
 
     hang_timeout: float = 240.0
     on_nan: Literal["stop", "skip"] = "stop"
+    spike_factor: float | None = None
     elastic: bool = False
 
 

@@ -6,6 +6,7 @@ batches → token count (world) → forwards and backwards by the schedule (tp, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,7 +37,7 @@ WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
 class StepPlan:
     """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens.
 
-    skip_nonfinite: leave the model as it is where the loss or the gradient norm is not finite
+    skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     """
 
     model: ModelConfig
@@ -54,7 +55,7 @@ class StepPlan:
     accumulate_dtype: str | None = None
     max_grad_norm: float = 1.0
     rule: UpdateRule = field(default_factory=UpdateRule)
-    skip_nonfinite: bool = False
+    skip_bad: bool = False
     seed: int | None = 0
 
 
@@ -81,7 +82,7 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
             betas=(config.adam_beta1, config.adam_beta2),
             epsilon=config.adam_epsilon,
         ),
-        skip_nonfinite=config.on_nan == "skip",
+        skip_bad=config.on_nan == "skip",
         seed=config.seed,
     )
 
@@ -203,8 +204,13 @@ class TrainingStep:
             device=mesh.world.device,
         )
 
-    def train(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """One optimizer step on this data-parallel rank's microbatches."""
+    def train(
+        self, batches: Sequence[Batch], learning_rate: float, most_norm: float = math.inf
+    ) -> StepResult:
+        """One optimizer step on this data-parallel rank's microbatches.
+
+        With `skip_bad`, no update where loss or norm is not finite, or the norm is above `most_norm`.
+        """
         loss, squared_norm, tokens = self.accumulate(batches)
         norm = squared_norm.sqrt()
         coefficient = torch.ones_like(norm)
@@ -212,7 +218,7 @@ class TrainingStep:
             coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(
                 1.0
             )
-        skipped = self.plan.skip_nonfinite and not bool(torch.isfinite(loss + norm))
+        skipped = self.plan.skip_bad and not bool(torch.isfinite(loss + norm) & (norm <= most_norm))
         if not skipped:
             self.optimizer.step(learning_rate, coefficient)
             self.data_parallel.publish()

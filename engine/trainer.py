@@ -21,7 +21,7 @@ from triaxis.engine.config import (
 )
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
-from triaxis.engine.faults.numbers import judge
+from triaxis.engine.faults.numbers import judge, most_norm
 from triaxis.engine.faults.restore import restore, stored_row
 from triaxis.engine.faults.saving import Counters, Saver
 from triaxis.engine.faults.supervision import Supervision, Watch, agree
@@ -209,8 +209,9 @@ class _Run:
         self._watch.at(number + 1, "training")
         mesh.clear_traffic()
         batches = self._loader.step_batches(number, first_sample=counters.samples)
-        result = self._training.train(batches, learning_rate)
-        told = judge(result, counters, self._training)
+        limit = most_norm(counters, config.spike_factor)
+        result = self._training.train(batches, learning_rate, limit)
+        told = judge(result, counters, self._training, limit)
         if told is not None:
             say(told)
         counters.step += 1

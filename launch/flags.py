@@ -100,6 +100,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "run ends; more than the longest pause between communications.",
         "on_nan": "What a loss or gradient norm that is not finite does: end the run, or skip the update (ten in a "
         "row end the run).",
+        "spike_factor": "A gradient norm above this many times its average of late counts as not finite.",
         "elastic": "Keep the checkpoint's global batch with another number of ranks: dp and microbatches follow.",
     },
 }

@@ -20,7 +20,8 @@ from triaxis.parallel.layout import ParameterLayout, declare
 from triaxis.parallel.mesh import Mesh
 
 IGNORED_LABEL = -100
-CHUNK_LOGITS = 1 << 22
+CHUNK_LOGITS, CHUNK_TOKENS = 1 << 22, 512
+"""Logits held at once, and the tokens that a chunk has at least: each chunk reads the whole head again."""
 KEPT_LOGITS = 1 << 18
 
 
@@ -213,10 +214,10 @@ class VocabParallelHead(nn.Module):
         tied: bool = False,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
-        chunk_logits: int = CHUNK_LOGITS,
+        chunk_logits: int | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.chunk_logits = mesh.tp, sequence_parallel, chunk_logits
+        self.group, self.sequence_parallel = mesh.tp, sequence_parallel
         self.vocab_size = vocab_size
         self.weight = (
             weight
@@ -225,6 +226,7 @@ class VocabParallelHead(nn.Module):
         )
         layout = self.weight.layouts[0]  # type: ignore[attr-defined]
         self.start, self.valid = layout.start, layout.stop - layout.start
+        self.chunk_logits = chunk_logits or max(CHUNK_LOGITS, CHUNK_TOKENS * self.valid)
 
     def forward(self, hidden_TD: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:
         """The sum of the trained tokens' losses times `scale` (a scalar tensor), the same on every tensor rank."""

@@ -92,7 +92,7 @@ def test_a_skipped_step_leaves_every_bit(layout: Layout, rank: int, dtype: str) 
 
     def main(world: World) -> tuple[list[bool], list[float], list[Tensor]]:
         mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp))
-        plan = replace(plan_of(layout, MODEL, "adamw, clip 1", dtype), skip_nonfinite=True)
+        plan = replace(plan_of(layout, MODEL, "adamw, clip 1", dtype), skip_bad=True)
         step = TrainingStep(plan, mesh)
         share = layout.global_batch() // layout.dp
         skipped, losses = [], []
@@ -139,6 +139,22 @@ def test_skipped_steps_are_counted_and_ten_in_a_row_end_the_run(
     with spoiled(0, {*range(1, 10), *range(11, 20)}, float("nan")):
         run({**common, "steps": 21})  # nine, a good one, nine
     assert rows(tmp_path)[-1]["skipped_steps"] == 18
+
+
+def test_a_leap_of_the_gradient_norm_is_skipped_or_ends_the_run(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step whose loss, and so its gradient, is a thousand times what it should be, on one rank."""
+    common = {**flags, "dp": 2, "steps": 14, "spike_factor": 5.0}
+    with spoiled(1, range(12, 13), 1000.0):
+        run({**common, "on_nan": "skip", "output_dir": str(tmp_path / "skip")})
+    assert "see --spike-factor); the update is skipped" in capsys.readouterr().err
+    assert [row["skipped_steps"] for row in rows(tmp_path / "skip")] == [0] * 12 + [1, 1]
+    with (
+        spoiled(1, range(12, 13), 1000.0),
+        pytest.raises(FloatingPointError, match=r"step 13: .*more than .*, see --spike-factor"),
+    ):
+        run({**common, "output_dir": str(tmp_path / "stop")})
 
 
 def test_by_default_a_nan_ends_the_run_on_every_rank(flags: dict[str, Any], tmp_path: Path) -> None:

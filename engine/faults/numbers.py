@@ -1,4 +1,4 @@
-"""What a run does about a loss or a gradient norm that is not finite: the same on all ranks, in the same step."""
+"""What a run does about a loss or gradient norm that is not finite, or leaps: the same on all ranks, in one step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,33 @@ from triaxis.engine.step import StepResult, TrainingStep
 
 MOST_SKIPPED_IN_A_ROW = 10
 RANKS_NAMED = 8
+SETTLED_NORMS = 10
+"""Updates before a gradient norm can be called a spike."""
+KEPT_SHARE = 0.9
+"""Of the average, where a new norm joins it."""
 
 
-def judge(result: StepResult, counters: Counters, training: TrainingStep) -> str | None:
+def most_norm(counters: Counters, spike_factor: float | None) -> float:
+    """The largest gradient norm that is no spike."""
+    if spike_factor is None or counters.norms < SETTLED_NORMS:
+        return math.inf
+    return spike_factor * counters.norm_average
+
+
+def judge(result: StepResult, counters: Counters, training: TrainingStep, limit: float) -> str | None:
     """What to say of an update that was left out, which is counted; None if there is nothing to say. Collective.
 
-    Raises FloatingPointError where the run must not go on.
+    limit: `most_norm` before the step. Raises FloatingPointError where the run must not go on.
     """
-    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+    finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    if finite and result.grad_norm <= limit:
         counters.skipped_in_a_row = 0
+        share = KEPT_SHARE if counters.norms else 0.0
+        counters.norm_average = share * counters.norm_average + (1 - share) * result.grad_norm
+        counters.norms += 1
         return None
-    found = f"step {counters.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({_origin(training)})"
+    cause = f"more than {limit:.4g}, see --spike-factor" if finite else _origin(training)
+    found = f"step {counters.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({cause})"
     way_out = "lower --learning_rate, lengthen --warmup_ratio, or check the data"
     if not result.skipped:
         raise FloatingPointError(f"{found}; {way_out}, or use --on-nan skip")

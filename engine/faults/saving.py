@@ -24,7 +24,10 @@ MEGA = 1e6
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Where a run is, the same on every rank. samples, tokens: consumed; loss: the latest; skipped_*: updates."""
+    """Where a run is, the same on every rank. samples, tokens: consumed; loss: the latest; skipped_*: updates.
+
+    norm_average: of the gradient norms of updates, the later the heavier; norms: how many there were
+    """
 
     step: int = 0
     samples: int = 0
@@ -32,6 +35,8 @@ class Counters:
     loss: float = float("nan")
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    norm_average: float = 0.0
+    norms: int = 0
     best_eval_loss: float | None = None
 
     @classmethod

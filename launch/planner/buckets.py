@@ -88,6 +88,8 @@ def unreduced_elements(buckets: Sequence[Bucket], passes: int) -> tuple[float, f
             for index in end.get(time, ()):
                 finish(index)
                 held.add(index)
+                if index in under_way:
+                    under_way.remove(index)
                 under_way.append(index)
                 while len(under_way) > UNDER_WAY:
                     finish(under_way.popleft())

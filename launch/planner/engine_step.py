@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from triaxis.launch.planner.buckets import UNDER_WAY
 from triaxis.launch.planner.collectives import collective_seconds, send_seconds
 from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
 from triaxis.launch.planner.operators import BUCKET_ELEMENTS, ELEMENT_BYTES, Operators, Part
@@ -144,7 +143,7 @@ def _data(layout: Layout, operators: Operators, stages: list[_Stage], longest: i
         return last + publish, 0.0
     mine = sum(parameters for _, parameters in stages[longest].units)
     added = operators.seconds([(0.0, 3 * wide * mine / layout.shards)], small=buckets)
-    hidden = stages[longest].total if buckets > UNDER_WAY else 0.0  # of so few, each is waited for at once
+    hidden = stages[longest].total
     return one + publish, added + max(0.0, buckets * one - hidden)
 
 
@@ -162,6 +161,4 @@ def _gathered(layout: Layout, operators: Operators, stage: _Stage) -> tuple[floa
     stalls = units[0][0] + units[0][1] + units[-1][0]  # the first unit of a pass has nothing to hide behind
     for (gather, _, forward, _), (following, summed, _, backward) in pairwise(units):
         stalls += max(0.0, following - forward) + max(0.0, gather + summed - backward)
-    if len(units) <= UNDER_WAY:  # of so few, each sum is waited for at once
-        stalls += sum(scatter for _, scatter, _, _ in units)
     return units[0][1], stalls

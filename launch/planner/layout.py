@@ -34,7 +34,7 @@ class Software:
     selective: share of a layer's forward that selective recompute repeats, selective_kept: share of its activations
     that it keeps; eager: norms and activations keep the intermediates that unfused kernels keep
     attention_outputs: copies of the attention's output that are kept (2 where a transpose copies it)
-    logit_bytes: for each logit at the loss's peak; 0: logits come in chunks of `LOGIT_CHUNK`
+    logit_bytes: for each logit at the loss's peak; 0: logits come in chunks (see `LOGIT_CHUNK`)
     spare_gradients: bytes for each weight of one layer and the head that gradients pass through
     layer_launches: operators that the host dispatches for a layer's forward and backward, 0 with CUDA graphs or a
     compiler; loss_bytes: moved for each logit by the loss, both passes; keeps_fp8: inputs of fp8
@@ -68,7 +68,7 @@ class Software:
     context_bytes: float = 1e9
 
 
-LOGIT_CHUNK = 1 << 22
+LOGIT_CHUNK, LOGIT_ROWS = 1 << 22, 512
 TRIAXIS = Software(name="triaxis", order=("tp", "cp", "pp", "dp"), logit_bytes=0.0)
 MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
 MEGATRON_TE = Software(

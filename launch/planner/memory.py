@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from triaxis.launch.planner.buckets import PASSES, Bucket, Parameter, fill, unreduced_elements
-from triaxis.launch.planner.layout import LOGIT_CHUNK, TRIAXIS, Layout, Recompute, Software
+from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, TRIAXIS, Layout, Recompute, Software
 from triaxis.launch.planner.shapes import Shape
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
@@ -240,7 +240,8 @@ def _logits(layout: Layout) -> float:
         element * layout.shape.embedding_parameters() / layout.tp
     )  # a 16-bit weight's gradient of one chunk
     hidden = 2 * element * layout.tokens * layout.shape.hidden
-    return 6.0 * min(logits, LOGIT_CHUNK) + hidden + (product if element == 2 else 0.0)
+    chunk = max(LOGIT_CHUNK, LOGIT_ROWS * layout.shape.vocab / layout.tp)
+    return 6.0 * min(logits, chunk) + hidden + (product if element == 2 else 0.0)
 
 
 def _buffers(layout: Layout, stage: int, layers: int, dense_layer: float, expert_layer: float) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds
-from triaxis.launch.planner.layout import LOGIT_CHUNK, Layout, Recompute
+from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 HEAD_SMALL: Final = (24, 6)  # launches of the loss that depend on no size, forward and backward
@@ -221,7 +221,7 @@ class Operators:
     def head(self) -> Part:
         """The last norm and the loss, whose logits come in chunks."""
         hidden, vocabulary = self.shape.hidden, self.vocabulary
-        rows = max(1.0, min(self.tokens, LOGIT_CHUNK // vocabulary))
+        rows = max(1.0, min(self.tokens, max(LOGIT_ROWS, LOGIT_CHUNK // vocabulary)))
         chunks = math.ceil(self.tokens / rows)
         rows = self.tokens / chunks
         logits, e, w = rows * vocabulary, self.element, self.wide
