@@ -132,7 +132,7 @@ class Plan:
             return None
         first = self.fitting[0]
         equals = (one for one in self.fitting if _as_good(one, first))
-        return min(equals, key=lambda one: (one.layout.tp * one.layout.pp, *by_preference(one)))
+        return min(equals, key=simplicity)
 
 
 def search(request: Request) -> Plan:
@@ -142,6 +142,18 @@ def search(request: Request) -> Plan:
         raise ConfigError(_no_topology(request))
     fitting = tuple(sorted((one for one in found if one.fits), key=by_preference))
     return Plan(request=request, candidates=found, fitting=fitting, pareto=pareto(fitting))
+
+
+def simplicity(candidate: Candidate) -> tuple[int, int, bool, int, float]:
+    """Less model parallelism, less sharding, no recompute, fewer chunks; then time."""
+    layout = candidate.layout
+    return (
+        layout.tp * layout.pp,
+        layout.zero,
+        layout.recompute == Recompute.FULL,
+        layout.virtual_stages,
+        candidate.seconds,
+    )
 
 
 def by_preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, int]:

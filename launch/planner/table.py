@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.hardware import Hardware
-from triaxis.launch.planner.search import EQUAL, Candidate, Request, candidates, search
+from triaxis.launch.planner.search import EQUAL, Candidate, Request, candidates, search, simplicity
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
 
@@ -120,7 +120,7 @@ def by_rule(request: Request) -> Candidate:
         return min(found, key=lambda one: one.memory_bytes)
     fastest = min(one.seconds for one in fitting)
     equals = (one for one in fitting if one.seconds <= (1 + EQUAL) * fastest)
-    return min(equals, key=lambda one: (one.layout.zero, one.layout.virtual_stages, one.seconds))
+    return min(equals, key=simplicity)
 
 
 def decision_table(
