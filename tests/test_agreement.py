@@ -38,6 +38,9 @@ ROWS = [
     Layout(tp=2, pp=2, dp=2, zero=3, sp=True, recompute=True, order="pp-tp-dp"),
 ]
 
+LONG_ROWS = (1, 3, 5)
+"""Those of `ROWS` that take longest; `make test-full` has them."""
+
 
 @functools.cache
 def reference(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> Run:
@@ -91,7 +94,11 @@ def disagreements_are_none(layout: Layout, model: ModelConfig, rule: str, dtype:
     return True
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: str(ROWS[number]))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=[pytest.mark.full] if n in LONG_ROWS else []) for n in range(len(ROWS))],
+    ids=lambda number: str(ROWS[number]),
+)
 def test_a_layout_agrees_in_float64(number: int) -> None:
     layout = ROWS[number]
     model = model_for(layout, tied=layout.pp > 1)
@@ -183,7 +190,7 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.full), "fp64"])
 def test_a_planted_fault_is_seen(name: str, dtype: str) -> None:
     layout = Layout(tp=2, pp=2, dp=2, zero=1, sp=True)
     model = model_for(layout)

@@ -52,10 +52,10 @@ def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess
     ("ranks", "flags"),
     [
         (8, ["--tp", "2", "--pp", "2", "--dp", "2", "--zero", "1"]),
-        (8, ["--tp", "4", "--dp", "2"]),
-        (8, ["--pp", "4", "--dp", "2", "--schedule", "interleaved"]),
-        (8, ["--dp", "8", "--zero", "3"]),
-        (2, ["--data-parallel", "fsdp"]),
+        pytest.param(8, ["--tp", "4", "--dp", "2"], marks=pytest.mark.full),
+        pytest.param(8, ["--pp", "4", "--dp", "2", "--schedule", "interleaved"], marks=pytest.mark.full),
+        pytest.param(8, ["--dp", "8", "--zero", "3"], marks=pytest.mark.full),
+        pytest.param(2, ["--data-parallel", "fsdp"], marks=pytest.mark.full),
         (1, ["--report_to", "tensorboard"]),
         (1, ["--simulate", "--tp", "2", "--pp", "2", "--dp", "2"]),
     ],
@@ -136,7 +136,7 @@ def rank_processes(parent: int) -> dict[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("killed", [0, 3])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_killed_rank_ends_the_run(killed: int, tmp_path: Path) -> None:
     flags = ["--tp", "2", "--pp", "2", "--steps", "100000", "--output-dir", str(tmp_path)]
     with subprocess.Popen(

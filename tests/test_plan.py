@@ -225,7 +225,10 @@ def test_every_command_starts_what_was_priced(
 
 @pytest.mark.parametrize(
     ("model", "gpus", "global_batch", "limit"),
-    [("llama2-70b", 64, 1024, 5.0), ("llama3-405b", 16384, 2048, 60.0)],
+    [
+        ("llama2-70b", 64, 1024, 5.0),
+        pytest.param("llama3-405b", 16384, 2048, 60.0, marks=pytest.mark.full),
+    ],
 )
 def test_a_search_is_quick(model: str, gpus: int, global_batch: int, limit: float) -> None:
     start = time.process_time()

@@ -35,7 +35,8 @@ def test_parameters_are_those_published(name: str, parameters: int) -> None:
 def test_own_sizes() -> None:
     assert PRESETS["tiny"].parameters() == 861_984
     assert PRESETS["small"].parameters() == 6_034_176
-    assert set(PRESETS) == {"tiny", "small", *PUBLISHED_PARAMETERS}
+    assert PRESETS["dense-671b"].parameters() == 670_970_531_840
+    assert set(PRESETS) == {"tiny", "small", "dense-671b", *PUBLISHED_PARAMETERS}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

@@ -186,6 +186,7 @@ def test_eight_tasks_a_node_are_refused_by_the_script_itself(slurm: dict[str, st
     assert not words(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_slurm_script_trains_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "bin" / "torchrun").unlink()

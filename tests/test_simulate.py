@@ -110,7 +110,9 @@ LARGE = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("name", "cpu_seconds"), [("671B on 256", 15), ("405B on 16,384", 90)])
+@pytest.mark.parametrize(
+    ("name", "cpu_seconds"), [("671B on 256", 15), pytest.param("405B on 16,384", 90, marks=pytest.mark.full)]
+)
 def test_a_large_cluster_is_traced_proved_and_priced_in_time(name: str, cpu_seconds: float) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = run(
