@@ -93,12 +93,13 @@ class Shape:
         return self.experts * _weights(self.mlp_matmuls(self.expert_ffn))
 
     def dense_parameters(self, *, routed: bool) -> int:
-        """Weights of one layer without its routed experts: attention, MLP or shared MLP and router, norms."""
+        """Weights of one layer without its routed experts: attention, MLP or shared MLP and router (biased), norms."""
         if routed:
-            mlp = _weights(self.mlp_matmuls(self.shared_ffn)) + self.hidden * self.experts
+            mlp = _weights(self.mlp_matmuls(self.shared_ffn)) + (self.hidden + 1) * self.experts
         else:
             mlp = _weights(self.mlp_matmuls(self.ffn))
-        return self.attention_parameters() + mlp + 2 * self.hidden
+        inner_norms = self.latent.q_rank + self.latent.kv_rank if self.latent else 0
+        return self.attention_parameters() + mlp + 2 * self.hidden + inner_norms
 
     def embedding_parameters(self) -> int:
         """Weights of the token embedding."""
