@@ -173,6 +173,13 @@ def _filler(plan: StepPlan) -> Callable[[nn.Parameter], None] | None:
     return None if seed is None else lambda parameter: initialize_parameter(parameter, seed)
 
 
+def summed_dtype(plan: StepPlan) -> torch.dtype:
+    """What gradients are summed in."""
+    if plan.accumulate_dtype:
+        return DTYPES[plan.accumulate_dtype]
+    return torch.promote_types(DTYPES[plan.dtype], torch.float32)
+
+
 Maker = Callable[[Sequence[Stage], StepPlan, Mesh], DataParallel]
 MAKERS: dict[str, Maker] = {"zero": _make_zero, "fsdp": _make_fsdp}
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from triaxis.engine.step import StepPlan
+import torch
+
+from triaxis.engine.step import StepPlan, summed_dtype
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
 from triaxis.parallel.bucket import cut_segments
@@ -62,7 +64,7 @@ def trace_cluster(
         sums = _sums_of_replicas(traced[rank], topology.dp, plan)
         names = sorted({name for of_rank in sums for name in of_rank if len(_own(groups[name], rank)) > 1})
         _check(traced[rank].program, sums[0], names, places[rank])
-        varied[rank] = _vary(traced[rank].program, names)
+        varied[rank] = _vary(traced[rank].program, names, summed_dtype(plan))
         if names:
             for other in (r for r in range(world_size) if deputy[r] == rank):
                 sizes[other] = tuple(sums[coordinates[other]["dp"]].get(name, 0) for name in names)
@@ -131,7 +133,7 @@ def _check(program: Program, expected: dict[str, int], names: list[str], place: 
         )
 
 
-def _vary(program: Program, names: list[str]) -> Program:
+def _vary(program: Program, names: list[str], summed: torch.dtype) -> Program:
     """The program with one sum for every group in `names`, whose size each rank has for itself."""
     if not names:
         return program
@@ -152,11 +154,11 @@ def _vary(program: Program, names: list[str]) -> Program:
             events.append(event)
     if place < 0:  # this replica had nothing to sum: the sums come before the norm is agreed on
         place = next(i for i, e in enumerate(events) if isinstance(e, Communicate) and e.group == "world")
-    dtype, itemsize = ("float64", 8) if any("float64" in e.dtype for e in sums.values()) else ("float32", 4)
+    dtype = str(summed).removeprefix("torch.")
     made: list[Event] = []
     for number, name in enumerate(names):
         known = sums.get(name) or Communicate("all_reduce", name, dtype, 0, 0, site=SUMMED_AT)
-        made.append(replace(known, varying=number, nbytes=known.elements * itemsize))
+        made.append(replace(known, varying=number, nbytes=known.elements * summed.itemsize))
         made.append(Wait(name, "all_reduce", 0))
     segment = Segment((*events[:place], *made, *events[place:]), last.segment.memory)
     return replace(program, steps=(*before, Step(last.label, segment)))
