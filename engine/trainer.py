@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.config import (
     DataParallel,
     ResolvedRun,
@@ -33,6 +33,9 @@ from triaxis.engine.rates import Rates
 from triaxis.engine.step import TrainingStep, step_plan
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import Mesh, build_mesh
+
+if TYPE_CHECKING:
+    from triaxis.engine.checkpoint.store import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ class _Run:
 
     def go(self) -> Summary:
         config, resolved = self._config, self._resolved
-        open_store = functools.cache(lambda: CheckpointStore(self._directory, self._training))
+        open_store = functools.cache(self._open_store)
         notes: list[str] = []
         self._watch.at(0, "loading")
         state = restore(config, resolved, self._training, self._loader, open_store, notes.append)
@@ -155,6 +158,11 @@ class _Run:
         if self._speaks:
             progress.announce(_closing(summary, total_steps))
         return summary
+
+    def _open_store(self) -> CheckpointStore:
+        from triaxis.engine.checkpoint.store import CheckpointStore  # loads torch's checkpoint package: 1.5 s
+
+        return CheckpointStore(self._directory, self._training)
 
     def _train(
         self,

@@ -141,6 +141,14 @@ def messages(program: Program) -> list[tuple[str, Communicate | Wait]]:
     return list(program.messages())
 
 
+def in_files(program: Program) -> list[tuple[str, Communicate | Wait]]:
+    """The messages without their lines: a deputy with nothing to sum does not know where the others sum."""
+    return [
+        (label, replace(event, site=event.site.split(":")[0]) if isinstance(event, Communicate) else event)
+        for label, event in messages(program)
+    ]
+
+
 def states(program: Program) -> tuple[object, ...]:
     """Bytes of model states before the step by kind, and which reductions their gradients need."""
     assert program.held is not None
@@ -198,7 +206,7 @@ def test_a_deputys_program_is_that_of_the_ranks_it_stands_for(case: Case) -> Non
         assert not proof.faults and not proof.warnings, str(case)
     own = resolve(traced)
     for rank in range(every.size):
-        assert messages(own.program(rank)) == messages(every.program(rank)), f"rank {rank} of {case}"
+        assert in_files(own.program(rank)) == in_files(every.program(rank)), f"rank {rank} of {case}"
         peak, expected = memory(own.program(rank))[0], memory(every.program(rank))[0]
         assert abs(peak - expected) <= 0.01 * expected, f"rank {rank} of {case}"
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore, RunState
+from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.faults.replay import Row, check_replay, replay, rounding
 from triaxis.engine.faults.resume import check_same_run, named_checkpoint, told_changes
 from triaxis.engine.step import TrainingStep
+
+if TYPE_CHECKING:
+    from triaxis.engine.checkpoint.store import CheckpointStore
 
 
 def restore(

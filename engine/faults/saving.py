@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from triaxis.engine.checkpoint.store import CheckpointStore, RunState, SaveError
+from triaxis.engine.checkpoint.manifest import RunState, SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.faults.replay import Row, choose_row, replay, rounding
 from triaxis.engine.faults.resume import facts_of
 from triaxis.engine.faults.supervision import Watch
 from triaxis.engine.step import TrainingStep
+
+if TYPE_CHECKING:
+    from triaxis.engine.checkpoint.store import CheckpointStore
 
 DEFAULT_SAVE_STEPS = 500
 DEFAULT_SAVE_MINUTES = 30.0
