@@ -26,7 +26,7 @@ from triaxis.models.batch import IGNORED
 from triaxis.models.config import ModelConfig
 
 FULL = os.environ.get("TRIAXIS_FULL") == "1"
-SAMPLED = 6
+SAMPLED = 4
 
 ROWS = [
     Layout(tp=2, pp=2, dp=2, zero=1, sp=True),
@@ -107,7 +107,7 @@ def test_a_layout_agrees_in_float64(number: int) -> None:
 
 def test_bucket_sizes_do_not_change_training() -> None:
     layout = Layout(dp=4, zero=2, pp=2, schedule="1f1b")
-    for bucket_elements in (1, 256, 1 << 20):
+    for bucket_elements in (1, 256):
         assert disagreements_are_none(
             replace(layout, bucket_elements=bucket_elements), model_for(layout), "sgd, no clip", "fp64"
         )

@@ -27,14 +27,14 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_answer_for_people_and_for_programs(tmp_path: Path) -> None:
-    told = run(*SMALL)
-    assert told.returncode == 0, told.stderr
+def test_the_answer_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    told = capsys.readouterr().out.replace("\n", " ")
     for word in ("proved over 8 ranks", "memory: fits", "tokens/s", "the step's length is made of"):
-        assert word in told.stdout.replace("\n", " "), told.stdout
-    found = run(*SMALL, "--json", "--trace", str(tmp_path / "t.json"), "--report", str(tmp_path / "r.html"))
-    assert found.returncode == 0, found.stderr
-    values = json.loads(found.stdout)
+        assert word in told, told
+    files = ["--trace", str(tmp_path / "t.json"), "--report", str(tmp_path / "r.html")]
+    assert main([*SMALL, "--json", *files]) == 0
+    values = json.loads(capsys.readouterr().out)
     assert values["proof"]["holds"]
     assert values["proof"]["ranks"] == 8
     assert 0 < values["time"]["mfu"] <= values["time"]["hfu"] < 1
@@ -47,10 +47,12 @@ def test_the_answer_for_people_and_for_programs(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_recompute_costs_hardware_flops_and_saves_activations() -> None:
-    plain, again = (
-        json.loads(run(*SMALL, "--dp", "1", *more, "--json").stdout) for more in ([], ["--recompute"])
-    )
+def test_recompute_costs_hardware_flops_and_saves_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for more in ([], ["--recompute"]):
+        assert main([*SMALL, "--dp", "1", *more, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, again = found
     assert again["time"]["hfu"] / again["time"]["mfu"] > 1.2 * plain["time"]["hfu"] / plain["time"]["mfu"]
     kept = [values["memory"]["ranks"][0]["breakdown"]["activations"] for values in (plain, again)]
     assert kept[1] < kept[0] / 2
