@@ -56,8 +56,8 @@ def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess
         pytest.param(8, ["--pp", "4", "--dp", "2", "--schedule", "interleaved"], marks=pytest.mark.full),
         pytest.param(8, ["--dp", "8", "--zero", "3"], marks=pytest.mark.full),
         pytest.param(2, ["--data-parallel", "fsdp"], marks=pytest.mark.full),
-        (1, ["--report_to", "tensorboard"]),
-        (1, ["--simulate", "--tp", "2", "--pp", "2", "--dp", "2"]),
+        pytest.param(1, ["--report_to", "tensorboard"], marks=pytest.mark.full),
+        pytest.param(1, ["--simulate", "--tp", "2", "--pp", "2", "--dp", "2"], marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
