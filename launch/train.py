@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from triaxis.launch.flags import parse_flags
 
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
+SPEAKER_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaunchError as error:  # not the same on all ranks
         return _refuse(error)
     except ValueError as error:
-        return _refuse(error) if _speaks(os.environ) else EXIT_CONFIGURATION
+        if _speaks(os.environ):
+            return _refuse(error)
+        time.sleep(SPEAKER_SECONDS)  # a launcher ends all ranks as soon as one is gone: rank 0 speaks first
+        return EXIT_CONFIGURATION
     from triaxis.launch.ranks import run_processes, run_simulated  # imports torch
 
     with held or nullcontext():

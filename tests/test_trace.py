@@ -141,6 +141,10 @@ def messages(program: Program) -> list[tuple[str, Communicate | Wait]]:
     return list(program.messages())
 
 
+SUMS_BYTES = 4096
+"""What replicas of these models join for their sums over tp differs by less: its size is each rank's own."""
+
+
 def in_files(program: Program) -> list[tuple[str, Communicate | Wait]]:
     """The messages without their lines: a deputy with nothing to sum does not know where the others sum."""
     return [
@@ -208,7 +212,7 @@ def test_a_deputys_program_is_that_of_the_ranks_it_stands_for(case: Case) -> Non
     for rank in range(every.size):
         assert in_files(own.program(rank)) == in_files(every.program(rank)), f"rank {rank} of {case}"
         peak, expected = memory(own.program(rank))[0], memory(every.program(rank))[0]
-        assert abs(peak - expected) <= 0.01 * expected, f"rank {rank} of {case}"
+        assert abs(peak - expected) <= 0.01 * expected + SUMS_BYTES, f"rank {rank} of {case}"
 
 
 @pytest.mark.parametrize("case", [*drawn(40 if FULL else 4, microbatches=9)], ids=str)
