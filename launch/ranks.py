@@ -91,7 +91,7 @@ def run_simulated(config: RunConfig, resolved: ResolvedRun) -> int:
     stop = _Stop(resolved, run_directory(config) / ".failure-simulated", speaks=True)
     if "OMP_NUM_THREADS" not in os.environ and resolved.topology.world_size > 1:
         torch.set_num_threads(1)
-    names = [_axes(resolved, rank) for rank in range(resolved.topology.world_size)]
+    names = [resolved.topology.place(rank) for rank in range(resolved.topology.world_size)]
 
     def end(message: str | None) -> None:
         if message is not None:  # one of the threads tells it, and ends all
@@ -127,12 +127,7 @@ def _ended(summary: Summary, *, speaks: bool) -> int:
 
 def _place(resolved: ResolvedRun, rank: int) -> str:
     """`rank 3 (dp 0, pp 1, tp 1)`."""
-    return f"rank {rank} ({_axes(resolved, rank)})"
-
-
-def _axes(resolved: ResolvedRun, rank: int) -> str:
-    places = resolved.topology.coordinates(rank)
-    return f"dp {places['dp']}, pp {places['pp']}, tp {places['tp']}"
+    return f"rank {rank} ({resolved.topology.place(rank)})"
 
 
 def _tell(

@@ -131,12 +131,12 @@ def _run(
             links=links,
             progress=progress,
         )
-        values = as_dict(simulation) if flags.json or flags.trace or flags.report else None
-    if values is not None and flags.trace is not None:
+        values = as_dict(simulation)
+    if flags.trace is not None:
         from triaxis.launch.simulator.chrome import write_trace
 
         write_trace(values, flags.trace)
-    if values is not None and flags.report is not None:
+    if flags.report is not None:
         from triaxis.launch.simulator.report import write_report
 
         write_report(values, flags.report)
@@ -145,7 +145,7 @@ def _run(
     if flags.json:
         print(json.dumps(values))
     else:
-        print_summary(simulation, flags.trace, flags.report)
+        print_summary(values, flags.trace, flags.report)
     return 0 if simulation.proof.holds else EXIT_UNPROVED
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+SETUP, PIPELINE, UPDATE = "setup", "pipeline", "update"
+"""Labels of steps that are no action of the schedule: before the first, between actions, and after the last."""
+
 
 class MemoryKind(StrEnum):
     """What bytes are held for."""
@@ -138,6 +141,11 @@ class Step:
     label: str
     segment: Segment
 
+    @property
+    def acts(self) -> bool:
+        """Whether it is an action of the schedule."""
+        return self.label not in (SETUP, PIPELINE, UPDATE)
+
 
 @dataclass(frozen=True, slots=True)
 class GradientRule:
@@ -172,6 +180,11 @@ class Program:
         return tuple(step.segment.messages for step in self.steps if step.segment.messages)
 
 
+def members_with(rank: int, partition: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The part of a partition that holds the rank."""
+    return tuple(next(part for part in partition if rank in part))
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Every rank's program.
@@ -188,6 +201,10 @@ class Cluster:
     program_of: tuple[int, ...]
     sizes: Mapping[int, tuple[int, ...]]
     places: Sequence[str]
+
+    def members(self, group: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of this name that holds `rank`."""
+        return members_with(rank, self.groups[group])
 
     def program(self, rank: int) -> Program:
         return self.programs[self.program_of[rank]]

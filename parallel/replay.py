@@ -190,8 +190,7 @@ class Replay:
         found = self._groups.get(key)
         if found is None:
             rank = self.classes.members[index][0]
-            partition = self.cluster.groups.get(name, ())
-            members = next((part for part in partition if rank in part), (rank,))
+            members = self.cluster.members(name, rank) if name in self.cluster.groups else (rank,)
             by_place = tuple(self.classes.class_of[member] for member in members)
             kinds = tuple(sorted(set(by_place)))
             found = self._groups[key] = ((name, kinds), kinds, by_place)

@@ -74,6 +74,11 @@ class Topology:
         places[Axis.EP] = place % self.ep
         return places
 
+    def place(self, rank: int) -> str:
+        """How people find the rank: 6 in the worked example is `dp 1, pp 1, tp 0`."""
+        places = self.coordinates(rank)
+        return ", ".join(f"{axis} {places[axis]}" for axis in (Axis.DP, Axis.PP, Axis.TP))
+
     def rank(self, **coordinates: int) -> int:
         """The rank at a place: tp=0, pp=1, dp=1 is 6 in the worked example. Axes left out are at 0."""
         for name, place in coordinates.items():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from triaxis.parallel.events import members_with
 from triaxis.parallel.group import DONE, Group, Work, World
 
 
@@ -54,8 +55,7 @@ class TraceWorld(World):
 
     def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         self.partitions[name] = tuple(tuple(part) for part in partition)
-        own = next(part for part in partition if self.rank in part)
-        return TraceGroup(name, own, self.rank)
+        return TraceGroup(name, members_with(self.rank, partition), self.rank)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -238,7 +238,7 @@ def wrong_peer(draw: random.Random, items: list[Item], cluster: Cluster, rank: i
     place = draw.choice(places)
     event = items[place].event
     assert event is not None
-    members = next(part for part in cluster.groups[event.group] if rank in part)
+    members = cluster.members(event.group, rank)
     return _changed(
         items, place, peer=draw.choice([peer for peer in range(len(members)) if peer != event.peer])
     )

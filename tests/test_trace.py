@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 import triaxis.parallel.zero
 from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
-from triaxis.engine.trace.rank import SETUP, record_step, trace_rank
+from triaxis.engine.trace.rank import record_step, trace_rank
 from triaxis.models.batch import Batch
-from triaxis.parallel.events import Cluster, Communicate, MemoryKind, Program, Wait
+from triaxis.parallel.events import SETUP, Cluster, Communicate, MemoryKind, Program, Wait
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.proof import prove
@@ -310,7 +310,7 @@ def test_bytes_are_what_groups_count(case: Case) -> None:
         sent: Counter[str] = Counter()
         for label, event in messages(traced.program(rank)):
             if label != SETUP and isinstance(event, Communicate) and event.operation != "receive":
-                size = len(next(part for part in traced.groups[event.group] if rank in part))
+                size = len(traced.members(event.group, rank))
                 parts = {"send": size, "all_reduce": 2 * (size - 1)}.get(event.operation.split()[0], size - 1)
                 sent[event.group] += event.nbytes * parts // size
         assert dict(sent) == counted

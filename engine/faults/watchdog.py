@@ -191,8 +191,7 @@ class Watchdog:
         return "has died" if is_dead(self._presence.folder, rank) else "gives no sign of life"
 
     def _named(self, rank: int) -> str:
-        places = self._mesh.topology.coordinates(rank)
-        return f"rank {rank} (dp {places['dp']}, pp {places['pp']}, tp {places['tp']})"
+        return f"rank {rank} ({self._mesh.topology.place(rank)})"
 
 
 def _own(frame: FrameType | None) -> FrameType | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 
@@ -17,7 +18,7 @@ from triaxis.engine.step import StepPlan, summed_dtype
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
 from triaxis.parallel.bucket import cut_segments
-from triaxis.parallel.events import Cluster, Communicate, Event, Program, Segment, Step, Wait
+from triaxis.parallel.events import Cluster, Communicate, Event, Program, Segment, Step, Wait, members_with
 from triaxis.parallel.topology import Topology
 
 SUMMED_AT = "parallel/data_parallel.py"
@@ -35,7 +36,7 @@ def trace_cluster(
     """All ranks' programs of one optimizer step. progress: called with (ranks traced, ranks to trace)."""
     world_size = topology.world_size
     coordinates = [topology.coordinates(rank) for rank in range(world_size)]
-    places = [", ".join(f"{axis} {place[axis]}" for axis in ("dp", "pp", "tp")) for place in coordinates]
+    places = [topology.place(rank) for rank in range(world_size)]
     known = Known()
     if every_rank:
         deputy = list(range(world_size))
@@ -61,8 +62,10 @@ def trace_cluster(
     sizes: dict[int, tuple[int, ...]] = {}
     varied: dict[int, Program] = {}
     for rank in chosen:
-        sums = _sums_of_replicas(traced[rank], topology.dp, plan)
-        names = sorted({name for of_rank in sums for name in of_rank if len(_own(groups[name], rank)) > 1})
+        sums = _sums_of_replicas(traced[rank], topology.dp)
+        names = sorted(
+            {name for of_rank in sums for name in of_rank if len(members_with(rank, groups[name])) > 1}
+        )
         _check(traced[rank].program, sums[0], names, places[rank])
         varied[rank] = _vary(traced[rank].program, names, summed_dtype(plan))
         if names:
@@ -94,11 +97,7 @@ def _alike_tensor_ranks(plan: StepPlan, topology: Topology, stage: int, known: K
     return [seen.setdefault(pieces(tensor_rank), tensor_rank) for tensor_rank in range(topology.tp)]
 
 
-def _own(partition: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, ...]:
-    return next(part for part in partition if rank in part)
-
-
-def _sums_of_replicas(traced: TracedRank, replicas: int, plan: StepPlan) -> list[dict[str, int]]:
+def _sums_of_replicas(traced: TracedRank, replicas: int) -> list[dict[str, int]]:
     """For each data-parallel rank: the elements of its shards that are still to be summed, by group."""
     sums: list[dict[str, int]] = [{} for _ in range(replicas)]
     for padded, pieces in traced.pieces:
@@ -115,17 +114,13 @@ def _sums_of_replicas(traced: TracedRank, replicas: int, plan: StepPlan) -> list
     return sums
 
 
-def _is_sum(event: Event) -> bool:
+def _is_sum(event: Event) -> TypeGuard[Communicate]:
     return isinstance(event, Communicate) and event.site.startswith(SUMMED_AT)
 
 
 def _check(program: Program, expected: dict[str, int], names: list[str], place: str) -> None:
     """What the traced rank summed is what its layouts declare."""
-    found = {
-        event.group: event.elements
-        for _, event in program.messages()
-        if isinstance(event, Communicate) and _is_sum(event)
-    }
+    found = {event.group: event.elements for _, event in program.messages() if _is_sum(event)}
     declared = {name: expected[name] for name in names if expected.get(name)}
     if found != declared:
         raise ValueError(
@@ -144,7 +139,6 @@ def _vary(program: Program, names: list[str], summed: torch.dtype) -> Program:
     waited = False
     for event in last.segment.events:
         if _is_sum(event):
-            assert isinstance(event, Communicate)
             sums[event.group] = event
             place = len(events) if place < 0 else place
             waited = True

@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, recorder: Recorder, *, dry: bool, known: Known | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.dry = recorder, dry
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = 0
         self.changes: list[tuple[int, int, int]] = []
         self.kind_of: dict[int, MemoryKind] = {}
         self.alive: dict[int, int] = {}
@@ -254,7 +254,6 @@ class Meter(TorchDispatchMode):
     def _change(self, number: int, delta: int) -> None:
         self.changes.append((len(self.recorder.events), number, delta))
         self.live_bytes += delta
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _track(self, tensor: Tensor) -> None:
         number = self.adopt(tensor)

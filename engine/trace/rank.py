@@ -19,7 +19,19 @@ from triaxis.engine.step import StepPlan, TrainingStep, build_stages
 from triaxis.engine.trace.meter import Known, Meter
 from triaxis.models.batch import Batch
 from triaxis.parallel.bucket import Bucket
-from triaxis.parallel.events import Communicate, Event, GradientRule, MemoryKind, Program, Segment, Step, Wait
+from triaxis.parallel.events import (
+    PIPELINE,
+    SETUP,
+    UPDATE,
+    Communicate,
+    Event,
+    GradientRule,
+    MemoryKind,
+    Program,
+    Segment,
+    Step,
+    Wait,
+)
 from triaxis.parallel.group import Group, World
 from triaxis.parallel.layout import ParameterLayout, named_layouts
 from triaxis.parallel.mesh import build_mesh
@@ -30,8 +42,6 @@ from triaxis.parallel.schedule import Action, Kind
 from triaxis.parallel.topology import Topology
 from triaxis.parallel.trace_world import TraceWorld
 from triaxis.parallel.zero import REDUCTIONS_UNDER_WAY, ZeroDataParallel
-
-PIPELINE, SETUP, UPDATE = "pipeline", "setup", "update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +238,7 @@ def address_messages(steps: Sequence[Step], pp: Group) -> list[Step]:
     awaited: list[int] = []
     stage, action = 0, ""
     for step in steps:
-        if step.label not in (PIPELINE, UPDATE):
+        if step.acts:
             made = Action.parse(step.label)
             stage, action = made.chunk * pp.size + pp.rank, f"{made.kind}{made.microbatch}"
             for number in awaited:
@@ -312,7 +322,6 @@ def record_step(
         gradient_labels(step, recorder)
         recorder.forget()
         meter.changes.clear()
-        meter.peak_bytes = meter.live_bytes
         models = model_microbatches(step) if repeat else range(plan.microbatches)
         step.pipeline.chunks = tuple(
             TracedChunk(chunk, index, models, tape) for index, chunk in enumerate(step.pipeline.chunks)

@@ -17,11 +17,10 @@ SMALL_SEGMENT, LARGE_SEGMENT, LARGE_ROUNDING, HUGE_BLOCK = 2 << 20, 20 << 20, 2 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """One rank's. step: the index and label of the program's step with the peak; curve: (step, bytes by kind)."""
+    """One rank's. label: of the step with the peak; curve: (index of a step, bytes by kind)."""
 
     peak_bytes: int
     breakdown: Mapping[MemoryKind, int]
-    step: int
     label: str
     curve: tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -47,7 +46,6 @@ def memory_use(program: Program) -> MemoryUse:
     return MemoryUse(
         peak_bytes=best,
         breakdown={kind: int(value) for kind, value in zip(KINDS, best_level, strict=True) if value},
-        step=best_step,
         label=program.steps[best_step].label if program.steps else "",
         curve=tuple(curve),
     )
@@ -151,7 +149,7 @@ def reserved_bytes(program: Program) -> int:
 
 def _without_steady_repeats(steps: Sequence[Step]) -> list[Step]:
     """Where two segments take turns (one microbatch's forward, another's backward), some turns are like all."""
-    acting = [place for place, step in enumerate(steps) if step.label[:1].isdigit()]
+    acting = [place for place, step in enumerate(steps) if step.acts]
     segments = [steps[place].segment for place in acting]
     dropped: set[int] = set()
     first = 0

@@ -10,7 +10,7 @@ from triaxis.engine.config import ResolvedRun, RunConfig
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.simulator.memory import MemoryUse, memory_use, reserved_bytes
 from triaxis.launch.simulator.timeline import Disturbance, Prices, Row, Timeline, simulate
-from triaxis.parallel.events import KINDS, Cluster, Communicate, Program
+from triaxis.parallel.events import KINDS, SETUP, Cluster, Communicate, Program
 from triaxis.parallel.proof import Proof
 
 OBLIGATIONS = ("agreement", "channels", "progress", "one queue", "handles", "gradients", "memory")
@@ -233,15 +233,12 @@ def _traffic(simulation: Simulation) -> dict[str, Any]:
 
 def sent_bytes(program: Program, cluster: Cluster, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """(bytes, messages) that a rank sends in a step, by group, as its `Traffic` counts them."""
-    sizes = {
-        name: next(len(part) for part in partition if rank in part)
-        for name, partition in cluster.groups.items()
-    }
+    sizes = {name: len(cluster.members(name, rank)) for name in cluster.groups}
     counted: dict[int, dict[str, tuple[int, int]]] = {}
     sent: dict[str, int] = {}
     messages: dict[str, int] = {}
     for step in program.steps:
-        if step.label == "setup":
+        if step.label == SETUP:
             continue
         key = id(step.segment)
         if key not in counted:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from triaxis.launch.simulator.result import Simulation, as_dict
 
 GIGA = 1e9
 SHOWN = 6
@@ -33,10 +32,9 @@ def showing_progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def print_summary(simulation: Simulation, trace: Path | None, report: Path | None) -> None:
-    """What the run would do, for people."""
+def print_summary(values: Mapping[str, Any], trace: Path | None, report: Path | None) -> None:
+    """What the run would do, for people. values: as `result.as_dict` says it."""
     console = Console(highlight=False)
-    values = as_dict(simulation)
     run, topology, proof = values["run"], values["topology"], values["proof"]
     console.print(
         f"{run['model']}: {run['parameters']:,} parameters on {topology['world_size']:,} × "
@@ -63,7 +61,7 @@ def print_summary(simulation: Simulation, trace: Path | None, report: Path | Non
             console.print(f"{what}: {path}", markup=False)
 
 
-def _print_memory(console: Console, values: dict) -> None:  # type: ignore[type-arg]
+def _print_memory(console: Console, values: Mapping[str, Any]) -> None:
     memory = values["memory"]
     capacity = values["hardware"]["memory_bytes"]
     verdict = "[green]fits[/green]" if memory["fits"] else "[red]does not fit[/red]"
@@ -87,7 +85,7 @@ def _print_memory(console: Console, values: dict) -> None:  # type: ignore[type-
         console.print(f"… and {len(fullest) - SHOWN} more kinds of ranks with less")
 
 
-def _print_time(console: Console, values: dict) -> None:  # type: ignore[type-arg]
+def _print_time(console: Console, values: Mapping[str, Any]) -> None:
     time = values["time"]
     console.print(
         f"\nstep: {time['step_seconds']:.3f} s, {time['tokens_per_second']:,.0f} tokens/s "

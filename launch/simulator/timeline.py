@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 from triaxis.launch.planner.collectives import collective_seconds, send_seconds
 from triaxis.launch.planner.hardware import Hardware
-from triaxis.parallel.events import Cluster, Communicate, Compute, Program, Segment, Wait
+from triaxis.parallel.events import PIPELINE, SETUP, Cluster, Communicate, Compute, Program, Segment, Wait
 from triaxis.parallel.replay import ALONE, Call, Item, Replay, rank_classes
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 FREE = ("new_group",)
-PHASES = ("setup", "pipeline", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +138,7 @@ class _Timed(Replay):
         row, state = self.rows[index], self.states
         factor = self.disturbance.slower.get(row.rank, 1.0)
         for step in self.cluster.program(row.rank).steps:
-            if step.label == PHASES[0]:
+            if step.label == SETUP:
                 continue
             start = state[index].clock
             for item in self.prices.segment(step.segment):
@@ -149,7 +148,7 @@ class _Timed(Replay):
                 else:
                     yield step.label, item
             end = state[index].clock
-            if end > start and step.label != PHASES[1]:
+            if end > start and step.label != PIPELINE:
                 row.compute.append((start, end, step.label))
 
     def queue_of(self, event: Communicate) -> str:
@@ -160,7 +159,7 @@ class _Timed(Replay):
         found = self._members.get(key)
         if found is None:
             rank = self.rows[call.owner].rank
-            ranks = next(part for part in self.cluster.groups[call.event.group] if rank in part)
+            ranks = self.cluster.members(call.event.group, rank)
             slowest = max(self.disturbance.links.get(member, 1.0) for member in ranks)
             found = self._members[key] = ranks, ranks.index(rank), slowest
         ranks, place, factor = found
