@@ -150,7 +150,7 @@ def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         mesh.dp,
         stage=plan.zero,
         wrap=WRAPPED,
-        accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
+        accumulate_dtype=summed_dtype(plan),
         bucket_elements=plan.bucket_elements,
         fill=_filler(plan),
     )
@@ -163,7 +163,7 @@ def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         stages,
         mesh,
         wrap=WRAPPED,
-        accumulate_dtype=DTYPES[plan.accumulate_dtype] if plan.accumulate_dtype else None,
+        accumulate_dtype=summed_dtype(plan),
         fill=_filler(plan),
     )
 

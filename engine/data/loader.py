@@ -101,18 +101,7 @@ class Loader:
         for (_, index), row in zip(places, rows, strict=True):
             self._check(index, row)
         length = len(rows[0].tokens_L) if rows else len(self.source.sample(0, 0).tokens_L)
-        rows += [_padding(length)] * (self.microbatch_size - len(rows))
-        documents_BL = None
-        if any(row.documents_L is not None for row in rows):
-            single_L = np.zeros(length, dtype=np.int64)
-            parts = [single_L if row.documents_L is None else row.documents_L for row in rows]
-            documents_BL = torch.from_numpy(np.stack(parts))
-        return Batch(
-            tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])),
-            labels_BL=torch.from_numpy(np.stack([row.labels_L for row in rows])),
-            positions_BL=torch.from_numpy(np.stack([row.positions_L for row in rows])),
-            documents_BL=documents_BL,
-        )
+        return make_batch(rows, self.microbatch_size, length)
 
     def _check(self, index: int, row: Sample) -> None:
         """Refuse a token, or a target, outside the vocabulary."""
@@ -125,6 +114,22 @@ class Loader:
                 f"({self.source.describe(index, position + ahead)}) has {int(ids[position])} at position "
                 f"{position + ahead}; use the tokenizer that belongs to the model, or raise vocab_size"
             )
+
+
+def make_batch(rows: Sequence[Sample], size: int, length: int) -> Batch:
+    """A microbatch of `size` rows of `length` tokens; padding rows behind those given fill it up."""
+    rows = [*rows, *[_padding(length)] * (size - len(rows))]
+    documents_BL = None
+    if any(row.documents_L is not None for row in rows):
+        single_L = np.zeros(length, dtype=np.int64)
+        parts = [single_L if row.documents_L is None else row.documents_L for row in rows]
+        documents_BL = torch.from_numpy(np.stack(parts))
+    return Batch(
+        tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])),
+        labels_BL=torch.from_numpy(np.stack([row.labels_L for row in rows])),
+        positions_BL=torch.from_numpy(np.stack([row.positions_L for row in rows])),
+        documents_BL=documents_BL,
+    )
 
 
 def _padding(length: int) -> Sample:

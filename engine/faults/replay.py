@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 
+import numpy as np
 import torch
 
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
 from triaxis.engine.config import ResolvedRun, RunConfig
-from triaxis.engine.data.loader import Loader
+from triaxis.engine.data.loader import Loader, make_batch
 from triaxis.engine.data.stream import Sample
 from triaxis.engine.step import TrainingStep
-from triaxis.models.batch import IGNORED, Batch
+from triaxis.models.batch import IGNORED
 from triaxis.parallel.group import World
 
 Row = dict[str, list[int] | None]
@@ -36,26 +37,24 @@ def _row_of(sample: Sample) -> Row:
     }
 
 
+def _sample_of(row: Row) -> Sample:
+    """The other way round."""
+
+    def array(name: str) -> np.ndarray:
+        return np.array(row[name], dtype=np.int64)
+
+    return Sample(
+        tokens_L=array("tokens"),
+        labels_L=array("labels"),
+        positions_L=array("positions"),
+        documents_L=None if row["documents"] is None else array("documents"),
+    )
+
+
 def replay(training: TrainingStep, row: Row) -> float:
     """The row's loss under the present weights. Collective: the first replica computes it, the others padding."""
-    holds = training.mesh.dp.rank == 0
-    size, length = training.plan.microbatch_size, training.plan.sequence_length
-    tokens_BL = torch.zeros(size, length, dtype=torch.int64)
-    labels_BL = torch.full((size, length), IGNORED)
-    positions_BL = torch.arange(length).repeat(size, 1)
-    documents_BL = torch.zeros_like(tokens_BL) if row["documents"] is not None else None
-    if holds:
-        for target_BL, values in (
-            (tokens_BL, row["tokens"]),
-            (labels_BL, row["labels"]),
-            (positions_BL, row["positions"]),
-            (documents_BL, row["documents"]),
-        ):
-            if target_BL is not None and values is not None:
-                target_BL[0] = torch.tensor(values)
-    batch = Batch(
-        tokens_BL=tokens_BL, labels_BL=labels_BL, positions_BL=positions_BL, documents_BL=documents_BL
-    )
+    rows = [_sample_of(row)] if training.mesh.dp.rank == 0 else []
+    batch = make_batch(rows, training.plan.microbatch_size, training.plan.sequence_length)
     loss, _ = training.evaluate([batch])
     return loss
 
