@@ -55,12 +55,26 @@ class Traffic:
         self.sent_bytes.clear()
 
 
+def sent_bytes(operation: str, nbytes: int, size: int) -> int:
+    """What a member of a group of `size` sends, at the lower bound of a ring.
+
+    nbytes: of the whole tensor (gathered, or before it is scattered), or of the message
+    """
+    if operation.startswith("all_reduce"):
+        return 2 * nbytes * (size - 1) // size
+    if operation in ("receive", "barrier"):
+        return 0
+    if operation in ("send", "broadcast"):
+        return nbytes
+    return nbytes * (size - 1) // size
+
+
 class Group(ABC):
     """Some ranks of a world, in order, and how they talk.
 
     name: what the group is called in messages and metrics ("tp", "dp", "world", …)
     ranks: the members' ranks in the world; rank: this rank's place among them
-    last_operation: the latest one and where it was called; operations: how many there were (for a hang's report)
+    operations: how many there were; last_operation, last_site: the latest one, and where it was called
     `asynchronous=True` returns at once: the tensors belong to the group until `wait`.
     """
 
@@ -71,18 +85,18 @@ class Group(ABC):
         self.rank = self.ranks.index(world_rank)
         self.traffic = Traffic()
         self.operations = 0
-        self.last_operation: tuple[str, str] | None = None
+        self.last_operation = self.last_site = ""
 
-    def _note(self, operation: str, sent_bytes: int) -> None:
-        self.traffic.add(operation, sent_bytes)
+    def _note(self, operation: str, nbytes: int) -> None:
+        self.traffic.add(operation, sent_bytes(operation, nbytes, self.size))
         self.operations += 1
-        self.last_operation = operation, call_site()
+        self.last_operation, self.last_site = operation, call_site()
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False, asynchronous: bool = False) -> Work:
         """P → R, in place: every member gets the sum (or, with `largest`, the maximum)."""
         if self.size == 1:
             return DONE
-        self._note("all_reduce", 2 * tensor.nbytes * (self.size - 1) // self.size)
+        self._note("all_reduce", tensor.nbytes)
         return self._finish(self._all_reduce(tensor, largest), asynchronous)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, asynchronous: bool = False) -> Work:
@@ -92,7 +106,7 @@ class Group(ABC):
         """
         if self.size == 1:
             return self._copy(output, shard)
-        self._note("all_gather", shard.nbytes * (self.size - 1))
+        self._note("all_gather", shard.nbytes * self.size)
         return self._finish(self._all_gather(output, shard), asynchronous)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor, *, asynchronous: bool = False) -> Work:
@@ -102,14 +116,14 @@ class Group(ABC):
         """
         if self.size == 1:
             return self._copy(shard, whole)
-        self._note("reduce_scatter", shard.nbytes * (self.size - 1))
+        self._note("reduce_scatter", shard.nbytes * self.size)
         return self._finish(self._reduce_scatter(shard, whole), asynchronous)
 
     def all_to_all(self, output: Tensor, whole: Tensor, *, asynchronous: bool = False) -> Work:
         """V → V: equal part i of `whole` goes to member i; part j of `output` comes from member j."""
         if self.size == 1:
             return self._copy(output, whole)
-        self._note("all_to_all", whole.nbytes * (self.size - 1) // self.size)
+        self._note("all_to_all", whole.nbytes)
         return self._finish(self._all_to_all(output, whole), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int, *, asynchronous: bool = False) -> Work:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from triaxis.parallel.failure import RankError, call_site
+from triaxis.parallel.failure import RankError
 from triaxis.parallel.group import Group, Work
 from triaxis.parallel.summation import HALVES, summed
 
@@ -38,10 +38,10 @@ class _Pending:
         start: Callable[[], Sequence[Any]],  # torch's Work, whose methods are untyped
         tensors: tuple[Tensor, ...],
         what: str,
+        site: str,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._tensors, self._what, self._finish = tensors, what, finish
-        self._site = call_site()
+        self._tensors, self._what, self._site, self._finish = tensors, what, site, finish
         self._works: Sequence[Any] = ()
         try:
             self._works = start()
@@ -89,7 +89,7 @@ class ProcessGroup(Group):
         finish: Callable[[], None] | None = None,
     ) -> Work:
         what = f"rank {self._world_rank}: {operation} in group '{self.name}' {self.ranks}"
-        return _Pending(start, tensors, what, finish)
+        return _Pending(start, tensors, what, self.last_site, finish)
 
     def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
         tensor = tensor.detach()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triaxis.parallel.events import Communicate, Event, Wait
 from triaxis.parallel.failure import call_site
-from triaxis.parallel.group import Group, Work, World
+from triaxis.parallel.group import DONE, Group, Work, World
 
 
 class Recorder:
@@ -39,10 +39,8 @@ class Recorder:
 
     def wait(self, group: str, operation: str, number: int) -> None:
         for first, (count, again) in self._repeated.get((group, operation), {}).items():
-            if (
-                first <= number < first + count
-            ):  # what is waited for is the latest that was issued in its place
-                number += again - first
+            if first <= number < first + count:
+                number += again - first  # the latest that was issued in its place
                 break
         age = self.issued[group, operation] - 1 - number
         self.events.append(Wait(group, operation, age))
@@ -96,7 +94,7 @@ class RecordingGroup(Group):
             0 if tensor is None else tensor.numel(),
             0 if tensor is None else tensor.nbytes,
             peer,
-            call_site(),
+            self.last_site,
             gradient=gradient,
         )
         number = self._recorder.issue(event)
@@ -108,44 +106,45 @@ class RecordingGroup(Group):
         return self._record(
             "all_reduce largest" if largest else "all_reduce",
             tensor,
-            lambda: self._inner._all_reduce(tensor, largest),
+            lambda: self._inner.all_reduce(tensor, largest=largest, asynchronous=True),
             gradient=self._recorder.gradient_of(tensor),
         )
 
     def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
-        return self._record("all_gather", output, lambda: self._inner._all_gather(output, shard))
+        return self._record(
+            "all_gather", output, lambda: self._inner.all_gather(output, shard, asynchronous=True)
+        )
 
     def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
         return self._record(
             "reduce_scatter",
             whole,
-            lambda: self._inner._reduce_scatter(shard, whole),
+            lambda: self._inner.reduce_scatter(shard, whole, asynchronous=True),
             gradient=self._recorder.gradient_of(whole),
         )
 
     def _all_to_all(self, output: Tensor, whole: Tensor) -> Work:
-        return self._record("all_to_all", whole, lambda: self._inner._all_to_all(output, whole))
+        return self._record(
+            "all_to_all", whole, lambda: self._inner.all_to_all(output, whole, asynchronous=True)
+        )
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
-        return self._record("broadcast", tensor, lambda: self._inner._broadcast(tensor, root), peer=root)
+        return self._record(
+            "broadcast", tensor, lambda: self._inner.broadcast(tensor, root, asynchronous=True), peer=root
+        )
 
     def _isend(self, tensor: Tensor, peer: int) -> Work:
-        return self._record("send", tensor, lambda: self._inner._isend(tensor, peer), peer=peer)
+        return self._record("send", tensor, lambda: self._inner.isend(tensor, peer), peer=peer)
 
     def _irecv(self, tensor: Tensor, peer: int) -> Work:
-        return self._record("receive", tensor, lambda: self._inner._irecv(tensor, peer), peer=peer)
+        return self._record("receive", tensor, lambda: self._inner.irecv(tensor, peer), peer=peer)
 
     def _barrier(self) -> None:
         def start() -> Work:
-            self._inner._barrier()
-            return _Over()
+            self._inner.barrier()
+            return DONE
 
         self._record("barrier", None, start).wait()
-
-
-class _Over:
-    def wait(self) -> None:
-        return None
 
 
 class RecordingWorld(World):

@@ -38,7 +38,7 @@ class ThreadGroup(Group):
             group=f"'{self.name}' {self.ranks}",
             output=output,
             source=source,
-            site=call_site(),
+            site=self.last_site,
         )
 
     def _collective(
@@ -62,7 +62,7 @@ class ThreadGroup(Group):
         if whole.numel() != shard.numel() * self.size:
             raise ValueError(
                 f"{operation} in group '{self.name}' of {self.size} must have {self.size} × the shard's "
-                f"{shard.numel()} elements, but has {whole.numel()}, at {call_site()}"
+                f"{shard.numel()} elements, but has {whole.numel()}, at {self.last_site}"
             )
 
     def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
@@ -82,7 +82,7 @@ class ThreadGroup(Group):
         if output.numel() != whole.numel() or whole.numel() % self.size:
             raise ValueError(
                 f"all_to_all in group '{self.name}' must have equal tensors that {self.size} divides, "
-                f"but has {output.numel()} and {whole.numel()} elements, at {call_site()}"
+                f"but has {output.numel()} and {whole.numel()} elements, at {self.last_site}"
             )
         return self._collective("all_to_all", _exchange, output, whole)
 

@@ -130,9 +130,9 @@ class Watchdog:
             "last operation by group:",
         ]
         for name, group in self._mesh.groups.items():
-            if group.last_operation is not None:
-                operation, site = group.last_operation
-                lines.append(f"  {name} {group.ranks}: number {group.operations}, {operation} at {site}")
+            if group.last_operation:
+                last = f"{group.last_operation} at {group.last_site}"
+                lines.append(f"  {name} {group.ranks}: number {group.operations}, {last}")
         with (folder / f"rank-{rank}.txt").open("w", encoding="utf-8") as file:
             file.write("\n".join([*lines, "stacks, innermost frame first:", ""]))
             file.flush()
@@ -159,9 +159,9 @@ class Watchdog:
             frame = frame.f_back
         site = _place(frame)
         called = [
-            f"{group.last_operation[0]} in group '{name}' {group.ranks} "
+            f"{group.last_operation} in group '{name}' {group.ranks} "
             for name, group in self._mesh.groups.items()
-            if group.last_operation is not None and group.last_operation[1] == site
+            if group.last_site == site
         ]
         return f"waits in {called[0] if len(called) == 1 else 'a communication '}at {site}"
 

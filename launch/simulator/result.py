@@ -11,6 +11,7 @@ from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.simulator.memory import MemoryUse, memory_use, reserved_bytes
 from triaxis.launch.simulator.timeline import Disturbance, Prices, Row, Timeline, simulate
 from triaxis.parallel.events import KINDS, SETUP, Cluster, Communicate, Program
+from triaxis.parallel.group import sent_bytes
 from triaxis.parallel.proof import Proof
 
 OBLIGATIONS = ("agreement", "channels", "progress", "one queue", "handles", "gradients", "memory")
@@ -226,12 +227,12 @@ def _traffic(simulation: Simulation) -> dict[str, Any]:
     best: tuple[int, dict[str, int], dict[str, int]] = (-1, {}, {})
     for number, program in enumerate(simulation.cluster.programs):
         rank = simulation.cluster.program_of.index(number)
-        sent, messages = sent_bytes(program, simulation.cluster, rank)
+        sent, messages = _sent_by(program, simulation.cluster, rank)
         best = max(best, (sum(sent.values()), sent, messages), key=lambda found: found[0])
     return {"sent_bytes_per_rank": best[1], "messages_per_rank": best[2]}
 
 
-def sent_bytes(program: Program, cluster: Cluster, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+def _sent_by(program: Program, cluster: Cluster, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """(bytes, messages) that a rank sends in a step, by group, as its `Traffic` counts them."""
     sizes = {name: len(cluster.members(name, rank)) for name in cluster.groups}
     counted: dict[int, dict[str, tuple[int, int]]] = {}
@@ -246,18 +247,11 @@ def sent_bytes(program: Program, cluster: Cluster, rank: int) -> tuple[dict[str,
             for event in step.segment.messages:
                 if isinstance(event, Communicate):
                     count, nbytes = counted[key].get(event.group, (0, 0))
-                    counted[key][event.group] = count + 1, nbytes + _sent(event, sizes[event.group])
+                    counted[key][event.group] = (
+                        count + 1,
+                        nbytes + sent_bytes(event.operation, event.nbytes, sizes[event.group]),
+                    )
         for name, (count, nbytes) in counted[key].items():
             sent[name] = sent.get(name, 0) + nbytes
             messages[name] = messages.get(name, 0) + count
     return sent, messages
-
-
-def _sent(event: Communicate, size: int) -> int:
-    if event.operation.startswith("all_reduce"):
-        return 2 * event.nbytes * (size - 1) // size
-    if event.operation in ("receive", "barrier"):
-        return 0
-    if event.operation in ("send", "broadcast"):
-        return event.nbytes
-    return event.nbytes // size * (size - 1)
