@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -17,34 +16,28 @@ COMMANDS = {
     "schedule": "draw a pipeline schedule",
     "preprocess": "text into token files",
     "checkpoint": "list, verify, reshard and compare checkpoints",
-    "convert": "weights from and to Hugging Face",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit code. 2 for a command that there is none of."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    present = {name: text for name, text in COMMANDS.items() if importlib.util.find_spec(_module(name))}
     if not given or given[0] in ("-h", "--help"):
         print(
             "usage: triaxis COMMAND …\n\n"
-            + "\n".join(f"  {name:<12}{text}" for name, text in present.items())
+            + "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
         )
         print("\ntriaxis COMMAND --help says more.")
         return 0 if given else 2
     name, *rest = given
-    if name not in present:
-        near = difflib.get_close_matches(name, present, n=1)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; nearest: {near[0]}" if near else ""
         print(
-            f"triaxis: a command must be one of {', '.join(present)}, but is {name!r}{hint}", file=sys.stderr
+            f"triaxis: a command must be one of {', '.join(COMMANDS)}, but is {name!r}{hint}", file=sys.stderr
         )
         return 2
-    return int(importlib.import_module(_module(name)).main(rest) or 0)
-
-
-def _module(name: str) -> str:
-    return f"triaxis.launch.{name}"
+    return int(importlib.import_module(f"triaxis.launch.{name}").main(rest) or 0)
 
 
 def command() -> None:

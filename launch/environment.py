@@ -24,7 +24,6 @@ class Launch:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    launched: bool = False
     run_id: str = "alone"
     restarts: int = 0
 
@@ -60,7 +59,6 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        launched=True,
         run_id="-".join("".join(c for c in part if c.isalnum()) for part in parts if part),
         restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT") if parts[2] else 0,
     )

@@ -22,7 +22,7 @@ from triaxis.launch.planner.reprice import Repriced, reprice_best
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Candidate, Plan, Request, search
 from triaxis.launch.planner.shortfall import shortfall
-from triaxis.launch.planner.table import SIZES, by_rule, table_row
+from triaxis.launch.planner.table import by_rule, decision_table
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import PRESETS, load_config
 
@@ -124,6 +124,7 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
             job=answer.job,
             tokens=options.tokens,
             price=options.price,
+            simulated=simulated,
         )
         written.append(str(options.report))
     if options.json:
@@ -214,7 +215,7 @@ def _does_not_fit(options: argparse.Namespace, plan: Plan, found: Sequence[Expla
 def _table(options: argparse.Namespace, hardware: Hardware) -> int:
     rows = [
         (row, nearest(row.size.model.parameters(), row.size.gpus))
-        for row in (table_row(size, hardware, options.seq, options.global_batch) for size in SIZES)
+        for row in decision_table(hardware, options.seq, options.global_batch)
     ]
     if options.json:
         said = {"hardware": hardware.name, "seq": options.seq, "global_batch": options.global_batch}

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from triaxis.parallel.events import members_with
 from triaxis.parallel.failure import RankError, call_site
 from triaxis.parallel.group import DONE, Group, Work, World
 from triaxis.parallel.rendezvous import Call, Hub, Pending
@@ -129,8 +130,7 @@ class ThreadWorld(World):
         )
         self._hub.collective(("new_group", self._groups), tuple(range(self.size)), call, _nothing)
         Pending(self._hub, call).wait()
-        own = next(part for part in parts if self.rank in part)
-        return ThreadGroup(name, own, self.rank, self._hub, self._groups)
+        return ThreadGroup(name, members_with(self.rank, parts), self.rank, self._hub, self._groups)
 
     def close(self) -> None:
         """Nothing to release: `run_threads` ends the threads."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from triaxis.engine.step import stage_layers
 from triaxis.launch.planner.hardware import load_hardware
-from triaxis.launch.planner.layout import ACCOUNTS, MEGATRON_TE, TRIAXIS, Layout, Recompute, cut_evenly
+from triaxis.launch.planner.layout import MEGATRON_TE, TRIAXIS, Layout, Recompute, cut_evenly
 from triaxis.launch.planner.memory import layer_activations, layers_in_flight, memory, state_bytes
+from triaxis.launch.planner.memory_tables import ENGINES
 from triaxis.launch.planner.shapes import Shape, shape_of
 from triaxis.models.attention import SequenceContext
 from triaxis.models.blocks import Block
@@ -109,20 +110,20 @@ def test_stages_are_cut_as_the_engine_cuts_them(first: float, last: float) -> No
 
 # The bytes a parameter that ZeRO's paper and the engines' own estimators give.
 @pytest.mark.parametrize(
-    ("account", "zero", "shards", "each"),
+    ("engine", "zero", "shards", "each"),
     [
         ("triaxis", 0, 8, 18),
         ("triaxis", 1, 8, 6 + 12 / 8),
         ("triaxis", 2, 8, 2 + 16 / 8),
         ("triaxis", 3, 8, 18 / 8),
-        ("megatron-lm", 1, 16, 6 + 12 / 16),
-        ("deepspeed", 0, 4, 16),
-        ("deepspeed", 2, 4, 2 + 14 / 4),
-        ("fsdp", 3, 4, 16 / 4),
+        ("Megatron-LM", 1, 16, 6 + 12 / 16),
+        ("DeepSpeed", 0, 4, 16),
+        ("DeepSpeed", 2, 4, 2 + 14 / 4),
+        ("PyTorch FSDP", 3, 4, 16 / 4),
     ],
 )
-def test_model_states_are_the_known_sums(account: str, zero: int, shards: int, each: float) -> None:
-    assert sum(state_bytes(1e9, zero=zero, shards=shards, software=ACCOUNTS[account])) == pytest.approx(
+def test_model_states_are_the_known_sums(engine: str, zero: int, shards: int, each: float) -> None:
+    assert sum(state_bytes(1e9, zero=zero, shards=shards, software=ENGINES[engine])) == pytest.approx(
         each * 1e9
     )
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from types import MappingProxyType
 
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.shapes import Shape
@@ -37,8 +35,8 @@ class Software:
     logit_bytes: for each logit at the loss's peak; 0: logits come in chunks (see `LOGIT_CHUNK`)
     spare_gradients: bytes for each weight of one layer and the head that gradients pass through
     layer_launches: operators that the host dispatches for a layer's forward and backward, 0 with CUDA graphs or a
-    compiler; loss_bytes: moved for each logit by the loss, both passes; keeps_fp8: inputs of fp8
-    products are kept as fp8; dispatches_once: a token goes to a node once, however many of its experts are there
+    compiler; loss_bytes: moved for each logit by the loss, both passes
+    dispatches_once: a token goes to a node once, however many of its experts are there
     fragmented: of what tensors take, held by the allocator besides; context_bytes: of the device's context,
     libraries and fixed buckets
     """
@@ -62,7 +60,6 @@ class Software:
     spare_gradients: float = 0.0
     layer_launches: tuple[int, int] = (100, 180)
     loss_bytes: float = 12.0
-    keeps_fp8: bool = False
     dispatches_once: bool = False
     fragmented: float = 0.05
     context_bytes: float = 1e9
@@ -72,7 +69,7 @@ LOGIT_CHUNK, LOGIT_ROWS = 1 << 22, 512
 TRIAXIS = Software(name="triaxis", order=("tp", "cp", "pp", "dp"), logit_bytes=0.0)
 MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
 MEGATRON_TE = Software(
-    name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0, keeps_fp8=True
+    name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0
 )
 NEMO = replace(MEGATRON_TE, name="NeMo", gradient_bytes=2, reduce_bytes=2)
 BRIDGE = replace(NEMO, name="Megatron Bridge", dispatches_once=True)
@@ -136,9 +133,6 @@ FSDP_COMPILED = replace(
 )
 JAX = replace(
     FSDP_COMPILED, name="JAX", attention_kernel=1.0, selective=0.0, selective_kept=0.4, logit_bytes=6.0
-)
-ACCOUNTS: Mapping[str, Software] = MappingProxyType(
-    {"triaxis": TRIAXIS, "megatron-lm": MEGATRON, "deepspeed": DEEPSPEED, "fsdp": FSDP}
 )
 
 

@@ -111,13 +111,18 @@ def pareto_view(candidates: Iterable[Candidate], most: int) -> RenderableType:
     for column in (*LAYOUT_COLUMNS, "step", "memory", "left"):
         table.add_column(column, justify="right")
     for one in list(candidates)[:most]:
-        table.add_row(
-            *layout_cells(one),
-            f"{seconds_text(one.seconds)} ({seconds_range(one)})",
-            f"{gigabytes(one.memory_bytes)} ({memory_range(one)})",
-            gigabytes(one.margin_bytes),
-        )
+        table.add_row(*priced_cells(one))
     return table
+
+
+def priced_cells(candidate: Candidate) -> tuple[str, ...]:
+    """A layout, its step and its memory with their ranges, and the memory left."""
+    return (
+        *layout_cells(candidate),
+        f"{seconds_text(candidate.seconds)} ({seconds_range(candidate)})",
+        f"{gigabytes(candidate.memory_bytes)} ({memory_range(candidate)})",
+        gigabytes(candidate.margin_bytes),
+    )
 
 
 def table_view(rows: Iterable[tuple[Row, tuple[Recommendation, ...]]]) -> RenderableType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def write_report(
         chosen=chosen,
         facts=_facts(plan, chosen, tokens, price),
         columns=[column.replace("-\n", "").replace("\n", " ") for column in present.LAYOUT_COLUMNS],
-        rows=[_row(one) for one in plan.pareto[:20]],
+        rows=[present.priced_cells(one) for one in plan.pareto[:20]],
         pareto_count=len(plan.pareto),
         simulated=[(str(one.candidate), present.simulated_text(one)) for one in simulated],
         why_not=[(one.asked, one.verdict) for one in neighbours(plan, chosen)],
@@ -149,15 +149,6 @@ def _facts(plan: Plan, chosen: Candidate, tokens: float | None, price: float | N
     return facts
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
-    return (
-        *present.layout_cells(candidate),
-        f"{seconds_text(candidate.seconds)} ({seconds_range(candidate)})",
-        f"{gigabytes(candidate.memory_bytes)} ({memory_range(candidate)})",
-        gigabytes(candidate.margin_bytes),
-    )
-
-
 def _shown(plan: Plan, chosen: Candidate) -> tuple[Candidate, ...]:
     """The chosen one, and the best on each of the next topologies."""
     return (chosen, *(one for one in distinct(plan, BARS) if one.topology != chosen.topology))[:BARS]
@@ -172,20 +163,7 @@ def memory_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
     """Memory by category, beside the accelerator's."""
     scale = _memory_scale(plan, chosen)
     return tuple(
-        Bar(
-            label=str(one),
-            total=gigabytes(one.memory_bytes),
-            segments=tuple(
-                Segment(
-                    name=name,
-                    text=f"{name}: {gigabytes(size)}",
-                    share=100 * size / scale,
-                    colour=MEMORY_COLOURS.get(name, OTHER_COLOUR),
-                )
-                for name, size in one.memory.by_category().items()
-                if size
-            ),
-        )
+        _bar(one, one.memory_bytes, one.memory.by_category(), gigabytes, scale, MEMORY_COLOURS)
         for one in _shown(plan, chosen)
     )
 
@@ -194,22 +172,29 @@ def time_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
     """The step by part."""
     shown = _shown(plan, chosen)
     scale = 1.02 * max(one.seconds for one in shown)
-    return tuple(
-        Bar(
-            label=str(one),
-            total=seconds_text(one.seconds),
-            segments=tuple(
-                Segment(
-                    name=name,
-                    text=f"{name}: {seconds_text(seconds)}",
-                    share=100 * seconds / scale,
-                    colour=TIME_COLOURS[name],
-                )
-                for name, seconds in parts(one.time).items()
-            ),
+    return tuple(_bar(one, one.seconds, parts(one.time), seconds_text, scale, TIME_COLOURS) for one in shown)
+
+
+def _bar(
+    candidate: Candidate,
+    total: float,
+    pieces: Mapping[str, float],
+    told: Callable[[float], str],
+    scale: float,
+    colours: Mapping[str, str],
+) -> Bar:
+    """A bar of the pieces that are not nothing; scale: what the whole length stands for."""
+    segments = tuple(
+        Segment(
+            name=name,
+            text=f"{name}: {told(size)}",
+            share=100 * size / scale,
+            colour=colours.get(name, OTHER_COLOUR),
         )
-        for one in shown
+        for name, size in pieces.items()
+        if size
     )
+    return Bar(label=str(candidate), total=told(total), segments=segments)
 
 
 def _used(colours: Mapping[str, str], sizes: Mapping[str, float]) -> list[tuple[str, str]]:
