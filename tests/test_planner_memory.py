@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triaxis.engine.step import stage_layers
 from triaxis.launch.planner.hardware import load_hardware
-from triaxis.launch.planner.layout import MEGATRON_TE, TRIAXIS, Layout, Recompute, cut_evenly
+from triaxis.launch.planner.layout import INTERNEVO_FSDP, MEGATRON_TE, TRIAXIS, Layout, Recompute, cut_evenly
 from triaxis.launch.planner.memory import layer_activations, layers_in_flight, memory, state_bytes
 from triaxis.launch.planner.memory_tables import ENGINES
 from triaxis.launch.planner.shapes import Shape, shape_of
@@ -188,3 +188,14 @@ def test_experts_are_shared_by_their_own_ranks() -> None:
     assert (
         memory(cut).optimizer > memory(whole).optimizer * 0.99
     )  # eight replicas shard what one now holds alone
+
+
+def test_an_update_that_needs_more_than_backward_is_the_peak() -> None:
+    """28 bytes a weight in a replica of FSDP with an optimizer of many kernels: 16 of states, 12 of the update."""
+    small = replace(BASE, software=INTERNEVO_FSDP, zero=3, microbatch=1, global_batch=1, dtype="bf16")
+    found = memory(small)
+    weights = small.shape.parameters()
+    assert found.allocated == pytest.approx(28 * weights, rel=1e-3)  # all but the last norm
+    long = replace(small, sequence=1 << 16)
+    kernel = replace(INTERNEVO_FSDP, update_bytes=0.0)
+    assert memory(long) == memory(replace(long, software=kernel))  # there backward takes more

@@ -133,11 +133,13 @@ def _layer(layout: Layout, *, routed: bool) -> _Passes:
         products += _linear(
             layout, tokens, inputs / cut if last else inputs, outputs if last else outputs / cut
         )
+    mlp = _Passes()
     for inputs, outputs in shape.mlp_matmuls(shape.shared_ffn if routed else shape.ffn):
         wide = inputs == shape.hidden
-        products += _linear(
+        mlp += _linear(
             layout, tokens, inputs if wide else inputs / tensor, outputs / tensor if wide else outputs
         )
+    products += mlp
     if routed:
         held = shape.experts / layout.ep
         rows = tokens * shape.chosen / tensor / held * layout.imbalance
@@ -149,11 +151,11 @@ def _layer(layout: Layout, *, routed: bool) -> _Passes:
     whole = products + attention + elementwise
     host = [launches * layout.hardware.launch_overhead_s for launches in layout.software.layer_launches]
     whole = _Passes(forward=max(whole.forward, host[0]), backward=max(whole.backward, host[1]))
+    core = layout.software.selective * whole.forward if layout.flash_attention else attention.forward
     again = {
         Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: layout.software.selective * whole.forward
-        if layout.flash_attention
-        else attention.forward,
+        Recompute.SELECTIVE: core,
+        Recompute.MLP: core + mlp.forward,
         Recompute.FULL: whole.forward,
     }[layout.recompute]
     return _Passes(forward=whole.forward, backward=whole.backward, again=again)

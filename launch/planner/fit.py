@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _band(f"time_{kind}", [float(np.exp(error)) for run, error in held if kind_of(run.layout) == kind])
         for kind in ("dense", "low_precision", "experts")
     ]
-    spaces = [predict(run).memory_error for run in runs if run.complete_memory and not run.sequence_assumed]
+    spaces = [predict(run).memory_error for run in runs if run.complete_memory]
     bands.append(_band("memory", [1 / (1 + error) for error in spaces if error is not None]))
     print("\n".join(bands))
     if options.write:

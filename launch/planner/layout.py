@@ -12,10 +12,11 @@ from triaxis.launch.planner.shapes import Shape
 
 
 class Recompute(StrEnum):
-    """What backward computes again: nothing, the attention's core, or whole layers."""
+    """What backward computes again: nothing, the attention's core, the MLP too, or whole layers."""
 
     NONE = "none"
     SELECTIVE = "selective"
+    MLP = "mlp"
     FULL = "full"
 
 
@@ -33,12 +34,17 @@ class Software:
     that it keeps; eager: norms and activations keep the intermediates that unfused kernels keep
     attention_outputs: copies of the attention's output that are kept (2 where a transpose copies it)
     logit_bytes: for each logit at the loss's peak; 0: logits come in chunks (see `LOGIT_CHUNK`)
+    keeps_quantized: inputs of 8-bit products are kept in 8 bits
     spare_gradients: bytes for each weight of one layer and the head that gradients pass through
+    update_bytes: for each parameter that a rank updates, taken during the update only: fp32 copies of gradients that
+    are held in 16 bits, and what an optimizer that is not one kernel keeps between its operators
     layer_launches: operators that the host dispatches for a layer's forward and backward, 0 with CUDA graphs or a
     compiler; loss_bytes: moved for each logit by the loss, both passes
     dispatches_once: a token goes to a node once, however many of its experts are there
-    fragmented: of what tensors take, held by the allocator besides; context_bytes: of the device's context,
-    libraries and fixed buckets
+    fragmented: of what tensors take, held by the allocator besides; more of that where microbatches overlap
+    (fragmented_by_pipeline) and where gathered parameters come and go (fragmented_by_gathering)
+    context_bytes: of the device's context and libraries; bucket_bytes: of buckets that are there as soon as anything
+    is reduced
     """
 
     name: str
@@ -57,21 +63,26 @@ class Software:
     eager: bool = False
     attention_outputs: int = 1
     logit_bytes: float = 2.0
+    keeps_quantized: bool = True
     spare_gradients: float = 0.0
+    update_bytes: float = 0.0
     layer_launches: tuple[int, int] = (100, 180)
     loss_bytes: float = 12.0
     dispatches_once: bool = False
     fragmented: float = 0.05
+    fragmented_by_pipeline: float = 0.0
+    fragmented_by_gathering: float = 0.0
     context_bytes: float = 1e9
+    bucket_bytes: float = 0.0
 
 
 LOGIT_CHUNK, LOGIT_ROWS = 1 << 22, 512
-TRIAXIS = Software(name="triaxis", order=("tp", "cp", "pp", "dp"), logit_bytes=0.0)
+TRIAXIS = Software(name="triaxis", order=("tp", "pp", "cp", "dp"), logit_bytes=0.0)
 MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
 MEGATRON_TE = Software(
     name="Megatron Core with Transformer Engine", overlaps_tensor=True, spare_gradients=2.0
 )
-NEMO = replace(MEGATRON_TE, name="NeMo", gradient_bytes=2, reduce_bytes=2)
+NEMO = replace(MEGATRON_TE, name="NeMo", gradient_bytes=2, reduce_bytes=2, update_bytes=4.0)
 BRIDGE = replace(NEMO, name="Megatron Bridge", dispatches_once=True)
 MEGATRON_OFFLOAD = Software(
     name="Megatron with activations on the host",
@@ -98,13 +109,22 @@ MEGATRON_DEEPSPEED = Software(
     logit_bytes=10.0,
     layer_launches=(160, 320),
     loss_bytes=90.0,
-    fragmented=0.15,  # no expandable segments yet
-    context_bytes=6e9,  # with buckets of 5e8 elements for reducing and for gathering
+    fragmented_by_pipeline=0.1,  # no expandable segments yet
+    context_bytes=4e9,
+    bucket_bytes=2e9,  # 5e8 elements for reducing, as many for gathering
 )
 MEGATRON_DEEPSPEED_BF16 = replace(
     MEGATRON_DEEPSPEED, name="Megatron-DeepSpeed with its bf16 optimizer", gradient_bytes=6, state_bytes=12
 )
+# v0.2.1 sums 16-bit gradients by all-reduce, as many bytes as a reduce-scatter of 32 bits. Its update takes a flat copy
+# of the gradients, the same in fp32, and the root and the quotient of AdamW as torch 1.13 computes it.
+INTERNEVO = Software(
+    name="InternEvo", gradient_bytes=2, reduce_bytes=4, spare_gradients=2.0, update_bytes=2.0 + 4.0 + 8.0
+)
 DEEPSPEED = Software(name="DeepSpeed", gradient_bytes=2, reduce_bytes=2, logit_bytes=10.0)
+# Selective recompute keeps a layer's input, the attention's output and every second product (query, value, gate, down):
+# 15.5 of the 51 bytes a token and feature of an eager Llama layer; a compiler also leaves out the last, which nothing
+# reads: 13.5 of 34. The loss holds log-probabilities and two gradients in fp32.
 FSDP = Software(
     name="FSDP",
     fused=False,
@@ -112,11 +132,13 @@ FSDP = Software(
     state_bytes=8,
     attention_kernel=0.6,
     selective=0.5,
-    selective_kept=0.36,
+    selective_kept=0.304,
     eager=True,
     attention_outputs=2,
-    logit_bytes=14.0,
+    logit_bytes=12.0,
+    keeps_quantized=False,
     loss_bytes=30.0,
+    fragmented_by_gathering=0.075,
 )
 FSDP_BF16 = replace(
     FSDP, name="FSDP in pure bf16", weight_bytes=2, reduce_bytes=2, gradient_bytes=2, state_bytes=4
@@ -128,11 +150,27 @@ FSDP_COMPILED = replace(
     eager=False,
     attention_outputs=1,
     layer_launches=(0, 0),
-    selective_kept=0.45,
+    selective_kept=0.397,
     loss_bytes=12.0,
 )
+FSDP_COMPILED_LOSS = replace(  # 16-bit logits and their gradient
+    FSDP_COMPILED, name="FSDP, compiled with its loss", logit_bytes=4.0
+)
+INTERNEVO_FSDP = replace(
+    INTERNEVO,
+    name="InternEvo with FSDP",
+    reduce_bytes=2,
+    update_bytes=4.0 + 8.0,  # fp32 gradients, the root and the sum of torch 2.0's AdamW
+    fragmented_by_gathering=FSDP.fragmented_by_gathering,
+)
 JAX = replace(
-    FSDP_COMPILED, name="JAX", attention_kernel=1.0, selective=0.0, selective_kept=0.4, logit_bytes=6.0
+    FSDP_COMPILED,
+    name="JAX",
+    attention_kernel=1.0,
+    selective=0.0,
+    selective_kept=0.4,
+    logit_bytes=6.0,
+    keeps_quantized=True,
 )
 
 

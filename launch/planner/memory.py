@@ -23,7 +23,8 @@ BUCKETS_UNDER_WAY: Final = 3
 class Memory:
     """Bytes of one rank at its peak, by category.
 
-    buffers: gathered parameters, gradients under way, messages; temporaries: of the layer in backward
+    buffers: gathered parameters, gradients under way, messages; temporaries: of the layer in backward, or of the
+    update where it takes more than backward did
     fragments: what the allocator holds besides; context: the device's context and communicators
     """
 
@@ -92,7 +93,7 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     kept = layer_activations(layout, routed / layers)
     inputs = element * layout.tokens * shape.hidden / _outer(layout)
     held = inputs if layout.recompute == Recompute.FULL else kept
-    if layout.recompute == Recompute.SELECTIVE and layout.flash_attention:
+    if layout.recompute in (Recompute.SELECTIVE, Recompute.MLP) and layout.flash_attention:
         held = max(kept * software.selective_kept, inputs)
     working = _layer_temporaries(layout) + (kept if layout.recompute == Recompute.FULL else 0.0)
     in_flight = layers_in_flight(layout, stage, layers)
@@ -104,6 +105,8 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     head_spare = software.spare_gradients * shape.embedding_parameters() / layout.tp if last else 0.0
     buffers = _buffers(layout, stage, layers, dense_layer, expert_layer if routed else 0.0)
     temporaries = spare + (max(working - logits, head_spare) if last else working)
+    updated = software.update_bytes * states[2] / software.state_bytes
+    temporaries = max(temporaries, updated - activations - logits - buffers)
     allocated = sum(states) + activations + logits + buffers + temporaries
     return Memory(
         parameters=states[0],
@@ -113,10 +116,22 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
         logits=logits,
         buffers=buffers,
         temporaries=temporaries,
-        fragments=software.fragmented * allocated,
+        fragments=_fragmented(layout) * allocated,
         context=software.context_bytes
+        + (layout.replicas > 1) * software.bucket_bytes
         + COMMUNICATOR_BYTES * sum(size > 1 for size in (layout.tp, layout.pp, layout.replicas, layout.ep)),
         stage=stage,
+    )
+
+
+def _fragmented(layout: Layout) -> float:
+    """Share of what tensors take that the allocator holds besides."""
+    software = layout.software
+    gathers = layout.zero == 3 and layout.shards > 1
+    return (
+        software.fragmented
+        + (layout.pp > 1) * software.fragmented_by_pipeline
+        + gathers * software.fragmented_by_gathering
     )
 
 
@@ -192,9 +207,9 @@ def _kept(layout: Layout, *, routed: bool) -> float:
     eager = layout.software.eager
     scores, values = shape.attention_sizes
     heads, kv_heads = shape.heads / tensor, max(shape.kv_heads / tensor, 1.0)
-    product = (
-        1 if layout.dtype in ("fp8", "fp4") else element
-    )  # inputs of products are kept as these take them
+    # inputs of products are kept as these take them
+    product = 1 if layout.dtype in ("fp8", "fp4") and layout.software.keeps_quantized else element
+    core_again = layout.recompute in (Recompute.SELECTIVE, Recompute.MLP)
     norms = (12 + 4) * element / 2 if eager else 2 * element + 2 * product  # inputs and outputs of both
     per_token = norms * shape.hidden / outer
     if shape.latent is None:
@@ -202,19 +217,20 @@ def _kept(layout: Layout, *, routed: bool) -> float:
     else:
         low = shape.latent
         per_token += element * heads * (2 * scores + values) + 2 * element * (low.q_rank + low.kv_rank)
-    per_token += element * heads * values * layout.software.attention_outputs
+    outputs = product if core_again and product < element else element * layout.software.attention_outputs
+    per_token += outputs * heads * values
     if layout.flash_attention:
         per_token += 4 * heads
     else:  # two dropout masks of the hidden state; scores after softmax and dropout, and their mask
         per_token += 2 * shape.hidden / outer
-        if layout.recompute != Recompute.SELECTIVE:
+        if not core_again:
             per_token += (2 * element + 1) * heads * layout.sequence
     if routed:
         extra = 4 * shape.hidden + 2 * shape.chosen * element * shape.hidden
         experts = (2 if not shape.gated else 3) * element * shape.chosen * shape.expert_ffn
         shared = shape.mlp_matrices * element * shape.shared_ffn
         per_token += (extra + experts + shared) / tensor
-    else:
+    elif layout.recompute != Recompute.MLP:
         inner = element * (shape.mlp_matrices - 1 + (1 if eager and shape.gated else 0)) + product
         per_token += inner * shape.ffn / tensor
     return per_token * layout.tokens

@@ -20,6 +20,9 @@ from triaxis.launch.planner.layout import (
     FSDP,
     FSDP_BF16,
     FSDP_COMPILED,
+    FSDP_COMPILED_LOSS,
+    INTERNEVO,
+    INTERNEVO_FSDP,
     JAX,
     MEGATRON,
     MEGATRON_2021,
@@ -102,10 +105,7 @@ class Reading(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One published run. measured_*: None where not published; memory in bytes; complete: enough was published.
-
-    sequence_assumed: the length of its sequences was not published
-    """
+    """One published run. measured_*: None where not published; memory in bytes; complete: enough was published."""
 
     source: str
     name: str
@@ -117,7 +117,6 @@ class Run:
     complete_memory: bool
     dense: bool
     sixteen_bit: bool
-    sequence_assumed: bool
 
 
 def read_runs(path: Path) -> tuple[tuple[Run, ...], tuple[str, ...]]:
@@ -163,7 +162,6 @@ def run_of(row: Mapping[str, str]) -> Run:
         complete_memory=row.get("complete_memory", "1") == "1",
         dense=row.get("is_moe") != "1",
         sixteen_bit=precision == "fp16/bf16",
-        sequence_assumed="seq_len" in row.get("notes", "") and "assumed" in row.get("notes", ""),
     )
 
 
@@ -246,6 +244,8 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         dtype = "fp8" if dtype == "fp4" and "fp8" in hardware.peak_flops else "fp16"
     stated = row.get("recompute", "")
     recompute = next((kind for kind in Recompute if stated.startswith(kind.value)), None)
+    if recompute == Recompute.SELECTIVE and re.search(r"\bmlp\b", stated):
+        recompute = Recompute.MLP
     sequence_parallel = row.get("sequence_parallel") or ("1" if modern else "0")
     flash = row.get("flash_attn") or ("1" if row.get("date", "2024") >= "2024" else "0")
     layout = Layout(
@@ -280,7 +280,7 @@ def _least_recompute(layout: Layout) -> Layout:
 
     Near: within twice the memory. Below that engines recompute single modules, which costs little.
     """
-    for kind in Recompute:
+    for kind in (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL):
         layout = replace(layout, recompute=kind)
         if memory(layout).allocated <= 2 * layout.hardware.memory_bytes:
             break
@@ -309,7 +309,12 @@ def software_of(row: Mapping[str, str]) -> Software:
     if any(name in framework for name in ("fsdp", "composer")):
         if "pure" in row.get("precision", "").lower():
             return FSDP_BF16
-        return FSDP_COMPILED if "compile" in framework + text else FSDP
+        if "compile" not in framework + text:
+            return FSDP
+        # torchtitan compiles its loss too since April 2025
+        return FSDP_COMPILED_LOSS if row.get("date", "") >= "2025-04" else FSDP_COMPILED
+    if "internevo" in framework:
+        return INTERNEVO_FSDP if "fsdp" in row.get("zero_fsdp", "").lower() else INTERNEVO
     if "kwai" in framework:
         return MEGATRON_OFFLOAD
     if "megatron-lm" in framework and row.get("date", "") < "2023":
@@ -407,12 +412,14 @@ def _memory(row: Mapping[str, str]) -> float | None:
     if value is None:
         return None
     unit = row.get("mem_unit", "")
-    binary = "GiB" in unit or _reading(row) == Reading.DEVICE  # nvidia-smi prints MiB
+    binary = "GiB" in unit or "node" in unit  # of nodes nvidia-smi was read, which prints MiB
     return value * (2**30 if binary else 1e9)
 
 
 def _reading(row: Mapping[str, str]) -> Reading:
+    """As the unit says; "GB" alone is what monitoring shows, and torchtitan prints what is reserved."""
     unit = row.get("mem_unit", "").lower()
-    if "nvidia-smi" in unit or "node" in unit:
+    if "nvidia-smi" in unit or "node" in unit or unit == "gb":
         return Reading.DEVICE
-    return Reading.RESERVED if "max reserved" in unit else Reading.ALLOCATED
+    silent = "allocated" not in unit and "torchtitan" in row.get("framework", "").lower()
+    return Reading.RESERVED if silent or "max reserved" in unit else Reading.ALLOCATED

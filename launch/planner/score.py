@@ -135,11 +135,13 @@ def score(path: Path | str = SHIPPED) -> Score:
 
 def predict(run: Run) -> Scored:
     """The planner's figures for one run."""
-    predicted = memory(run.layout)
+    predicted, room = memory(run.layout), run.layout.hardware.memory_bytes
     reading = {
         Reading.ALLOCATED: predicted.allocated,
-        Reading.RESERVED: predicted.reserved,
-        Reading.DEVICE: predicted.total,
+        Reading.RESERVED: max(predicted.allocated, min(predicted.reserved, room)),
+        Reading.DEVICE: max(
+            predicted.allocated, min(predicted.total, room)
+        ),  # a full device's fragments are freed
     }[run.memory_reading]
     return Scored(
         run=run, tokens_per_s_per_gpu=step_time(run.layout).tokens_per_s_per_gpu, memory_bytes=reading
