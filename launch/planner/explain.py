@@ -199,7 +199,7 @@ def _against(chosen: Candidate | None, candidate: Candidate) -> str:
     if candidate.seconds >= chosen.seconds:
         return f"loses to {chosen}: {difference(chosen, candidate)}"
     why = "the choice was made by another measure (--simulate, --policy) or is simpler"
-    if candidate.layout.tp > candidate.layout.hardware.gpus_per_node:
+    if candidate.crosses_nodes:
         why = "its tp crosses nodes, which no published run does"
     elif not candidate.fits_surely:
         why = f"it may not fit: up to {gigabytes(candidate.memory_range[1])}"

@@ -103,6 +103,11 @@ class Candidate:
         return band.low * self.seconds, band.high * self.seconds
 
     @property
+    def crosses_nodes(self) -> bool:
+        """Tensor parallelism across nodes, which no published run does, so that nothing vouches for its price."""
+        return self.layout.tp > self.layout.hardware.gpus_per_node
+
+    @property
     def topology(self) -> tuple[int, int, int]:
         """(dp, tp, pp)."""
         return self.layout.dp, self.layout.tp, self.layout.pp
@@ -118,7 +123,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What a search found. candidates: all that were priced; fitting: those that fit, the best first;
-    pareto: those of them that no other beats in both memory and time, the fastest first."""
+    pareto: those of them that no other beats in both memory and time, the fastest first; tp crosses nodes in none,
+    unless in the best."""
 
     request: Request
     candidates: tuple[Candidate, ...]
@@ -141,7 +147,8 @@ def search(request: Request) -> Plan:
     if not found:
         raise ConfigError(_no_topology(request))
     fitting = tuple(sorted((one for one in found if one.fits), key=by_preference))
-    return Plan(request=request, candidates=found, fitting=fitting, pareto=pareto(fitting))
+    front = pareto(one for one in fitting if one.crosses_nodes == fitting[0].crosses_nodes)
+    return Plan(request=request, candidates=found, fitting=fitting, pareto=front)
 
 
 def simplicity(candidate: Candidate) -> tuple[int, int, bool, int, float]:
@@ -157,11 +164,10 @@ def simplicity(candidate: Candidate) -> tuple[int, int, bool, int, float]:
 
 
 def by_preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, int]:
-    """Tensor parallelism inside a node before across nodes, which no published run does, so that nothing vouches for
-    its price; surely fitting before perhaps; then time; then the simpler one."""
+    """Tensor parallelism inside a node; surely fitting before perhaps; then time; then the simpler one."""
     layout = candidate.layout
     return (
-        layout.tp > layout.hardware.gpus_per_node,
+        candidate.crosses_nodes,
         not candidate.fits_surely,
         candidate.seconds,
         layout.zero,
