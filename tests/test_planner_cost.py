@@ -114,6 +114,20 @@ def test_a_token_sent_to_a_node_once_is_cheaper_and_imbalance_dearer() -> None:
     assert skewed.compute > 1.05 * step_time(layout).compute
 
 
+def test_unfused_heads_that_tensor_cores_cannot_read_are_slow() -> None:
+    unfused = replace(ONE_NODE, software=MEGATRON, flash_attention=False)
+
+    def seconds(heads: int, size: int) -> float:
+        shape = replace(LLAMA, heads=heads, kv_heads=heads, head_size=size)
+        return step_time(replace(unfused, shape=shape)).compute
+
+    aligned, odd = seconds(32, 128), seconds(40, 102)  # 4096 and 4080 features
+    assert 1.3 < odd / aligned < 5
+    fused = replace(unfused, flash_attention=True)
+    shape = replace(LLAMA, heads=40, kv_heads=40, head_size=102)
+    assert step_time(replace(fused, shape=shape)).compute < 1.1 * step_time(fused).compute
+
+
 def test_less_power_is_a_slower_clock() -> None:
     capped = replace(ONE_NODE, hardware=replace(ONE_NODE.hardware, sustained=0.8))
     assert 1.1 < step_time(capped).compute / step_time(ONE_NODE).compute < 1.25

@@ -15,6 +15,9 @@ from triaxis.launch.planner.engine_step import is_own, own_step_time
 from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
 from triaxis.launch.planner.step import StepTime
 
+ALIGNED: Final = (
+    8  # elements: heads of other sizes begin between 16-byte words, and tensor cores cannot read them
+)
 FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
 _WIDE: Final = ("bf16", "fp16", "fp32")
 STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging
@@ -174,7 +177,9 @@ def _attention(layout: Layout) -> _Passes:
             reached *= layout.software.attention_kernel
         forward = 0.5 * flops / (hardware.rate(wide) * reached)
         return _Passes(forward=forward, backward=FLASH_BACKWARD * forward)
-    arithmetic = flops / (hardware.rate(wide) * hardware.matmul_fraction(flops / 2))
+    on_ordinary_cores = (scores % ALIGNED or values % ALIGNED) and "fp32" in hardware.peak_flops
+    rate = hardware.rate("fp32" if on_ordinary_cores else wide)
+    arithmetic = flops / (rate * hardware.matmul_fraction(flops / 2))
     # two products write and read 2-byte scores; softmax and dropout read and write them and keep a mask
     forward = max(arithmetic, hardware.memory_seconds(4 * pairs)) + hardware.memory_seconds(9 * pairs)
     return _Passes(forward=forward, backward=2 * forward)
