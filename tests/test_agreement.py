@@ -8,14 +8,20 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from agreement import (
+    MODEL,
     RULES,
+    TIED,
     Fault,
     Layout,
     Run,
+    assemble,
     disagreements,
+    held_weights,
     legal_layouts,
     model_for,
+    plan_of,
     reference_layout,
     run,
 )
@@ -24,6 +30,11 @@ from torch import Tensor
 from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import IGNORED
 from triaxis.models.config import ModelConfig
+from triaxis.parallel.group import World
+from triaxis.parallel.layout import ParameterLayout
+from triaxis.parallel.mesh import build_mesh
+from triaxis.parallel.thread_world import run_threads
+from triaxis.parallel.topology import Topology
 
 FULL = os.environ.get("TRIAXIS_FULL") == "1"
 SAMPLED = 3
@@ -106,12 +117,40 @@ def test_a_layout_agrees_in_float64(number: int) -> None:
 
 
 @pytest.mark.full
-def test_bucket_sizes_do_not_change_training() -> None:
+def test_bucket_sizes_do_not_change_training() -> None:  # B26
     layout = Layout(dp=4, zero=2, pp=2, schedule="1f1b")
     for bucket_elements in (1, 256):
         assert disagreements_are_none(
             replace(layout, bucket_elements=bucket_elements), model_for(layout), "sgd, no clip", "fp64"
         )
+
+
+@pytest.mark.parametrize("model", [MODEL, TIED], ids=lambda model: model.name)
+def test_every_layout_starts_from_the_same_bits(model: ModelConfig) -> None:  # B06
+    def first_weights(layout: Layout) -> dict[str, Tensor]:
+        def main(world: World) -> list[tuple[ParameterLayout, Tensor]]:
+            mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp))
+            return held_weights(TrainingStep(plan_of(layout, model, "sgd, no clip", "fp32"), mesh))
+
+        whole, equal = assemble(run_threads(layout.size, main))
+        assert equal
+        return whole
+
+    expected = first_weights(Layout())
+    for layout in (Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2, dp=2, zero=3)):
+        found = first_weights(layout)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), layout
+
+
+@pytest.mark.parametrize("rule", ["sgd, no clip", "sgd, clip 0.1"])
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=2, dp=2)], ids=str)
+def test_tensor_ranks_move_every_weight_alike(layout: Layout, rule: str) -> None:  # B11
+    """One step of plain descent, whose weights show a factor on a gradient or on the clipping at once."""
+    expected, found = (run(one, model=MODEL, rule=rule, steps=1) for one in (Layout(), layout))
+    assert found.norms == pytest.approx(expected.norms, rel=1e-12)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-14, msg=name)
 
 
 # Planted faults: each must make the check fail.

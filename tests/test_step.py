@@ -85,16 +85,17 @@ def test_evaluation_is_the_exact_token_mean(topology: Topology, zero: int) -> No
 
 def train_once(
     topology: Topology, rows: Sequence[Batch], **changes: object
-) -> list[tuple[StepResult, list[Tensor]]]:
-    """One step's result and the masters after it."""
+) -> list[tuple[StepResult, dict[str, Tensor]]]:
+    """One step's result and the masters after it, by name."""
     shares = padded(rows, topology.dp)
     plan = replace(PLAN, microbatches=len(shares[0]), **changes)  # type: ignore[arg-type]
 
-    def main(world: World) -> tuple[StepResult, list[Tensor]]:
+    def main(world: World) -> tuple[StepResult, dict[str, Tensor]]:
         mesh = build_mesh(world, topology)
         step = TrainingStep(plan, mesh)
         result = step.train(shares[mesh.dp.rank], 1e-3)
-        return result, [whole.clone() for _, whole in step.data_parallel.gathered_masters()]
+        masters = step.data_parallel.gathered_masters()
+        return result, {segment.layout.name: whole.clone() for segment, whole in masters}
 
     return run_threads(topology.world_size, main)
 
@@ -111,14 +112,14 @@ def test_ranks_with_few_or_no_trained_tokens_count_by_their_tokens(topology: Top
         assert result.trained_tokens == expected.trained_tokens
         assert result.loss == pytest.approx(expected.loss, rel=1e-10)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-10)
-        assert all(bool(master.isfinite().all()) for master in masters)
+        assert all(bool(master.isfinite().all()) for master in masters.values())
 
 
 def test_a_batch_without_trained_tokens_gives_zero_and_no_nan() -> None:
     rows = [without_labels(row) for row in sequences(0, 4, VOCABULARY)]
     for result, masters in train_once(Topology(dp=2), rows, zero=1):
         assert (result.loss, result.grad_norm, result.trained_tokens) == (0.0, 0.0, 0)
-        assert all(bool(master.isfinite().all()) for master in masters)
+        assert all(bool(master.isfinite().all()) for master in masters.values())
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -147,6 +148,47 @@ def test_microbatches_are_weighted_by_their_tokens(dp: int) -> None:
         return step.train(padded(rows, dp)[mesh.dp.rank], 1e-3).loss
 
     assert run_threads(dp, main) == [pytest.approx(1.10, rel=1e-12)] * dp
+
+
+def in_one(rows: Sequence[Batch]) -> Batch:
+    """The rows as one microbatch."""
+    documents = [
+        torch.zeros_like(row.tokens_BL) if row.documents_BL is None else row.documents_BL for row in rows
+    ]
+    return Batch(
+        tokens_BL=torch.cat([row.tokens_BL for row in rows]),
+        labels_BL=torch.cat([row.labels_BL for row in rows]),
+        positions_BL=torch.cat([row.positions_BL for row in rows]),
+        documents_BL=torch.cat(documents),
+    )
+
+
+def test_accumulation_gives_what_one_microbatch_gives() -> None:  # B15
+    """Four sequences with 0 to 16 trained tokens, in one microbatch and in four."""
+    rows = sequences(0, 4, VOCABULARY)
+    rule = UpdateRule(name="sgd")
+    ((together, masters),) = train_once(Topology(), [in_one(rows)], microbatch_size=4, rule=rule)
+    ((apart, others),) = train_once(Topology(), rows, rule=rule)
+    assert apart.loss == pytest.approx(together.loss, rel=1e-12)
+    assert apart.grad_norm == pytest.approx(together.grad_norm, rel=1e-12)
+    for name, master in masters.items():
+        torch.testing.assert_close(others[name], master, rtol=0, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_no_bucket_size_changes_a_step(microbatches: int, zero: int) -> None:  # B26
+    """One element (every parameter is larger), 1 KiB, 1 MiB, and a bucket larger than the model, on four replicas."""
+    rows = sequences(0, 4 * microbatches, VOCABULARY)
+    rule = UpdateRule(name="sgd")
+    ((expected, masters),) = train_once(Topology(), rows, rule=rule)
+    for bucket_elements in (1, 1024 // 8, (1 << 20) // 8, 1 << 25):
+        ranks = train_once(Topology(dp=4), rows, zero=zero, rule=rule, bucket_elements=bucket_elements)
+        for result, found in ranks:
+            assert result.loss == pytest.approx(expected.loss, rel=1e-12)
+            assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+            for name, weight in masters.items():
+                torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-14, msg=name)
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
