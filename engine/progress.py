@@ -80,7 +80,8 @@ class Progress:
 
 def _figures(row: StepRow) -> str:
     parts = [] if row.loss is None else [f"loss {row.loss:.4f}"]
-    parts += [] if row.grad_norm is None else [f"grad norm {row.grad_norm:.3f}"]
+    clipped = f" (before clipping ×{row.clip_coefficient:.3g})" if row.clip_coefficient < 1 else ""
+    parts += [] if row.grad_norm is None else [f"grad norm {row.grad_norm:.3f}{clipped}"]
     parts += [f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tokens/s"]
     parts += [] if row.eval_loss is None else [f"held-out loss {row.eval_loss:.4f}"]
     return ", ".join(parts)

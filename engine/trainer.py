@@ -30,7 +30,7 @@ from triaxis.engine.peak import peak_memory_bytes
 from triaxis.engine.plot import plot_run
 from triaxis.engine.progress import Progress
 from triaxis.engine.rates import Rates
-from triaxis.engine.step import TrainingStep, step_plan
+from triaxis.engine.step import TrainingStep, stage_layers, step_plan
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import Mesh, build_mesh
 
@@ -134,6 +134,9 @@ class _Run:
             len(self._loader.source), done=counters.step, consumed=counters.samples
         )
         sources = [loader.source.summary() for loader in (self._loader, self._evaluation) if loader]
+        if self._evaluation is not None and config.eval_batches:
+            rows, all_rows = self._evaluation.eval_samples(config.eval_batches), len(self._evaluation.source)
+            sources.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
         with (
             MetricsWriter(
                 self._directory, speaks=self._speaks, report_to=config.report_to, done=counters.step
@@ -257,6 +260,8 @@ def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
 
 def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:
     topology = resolved.topology
+    stages = topology.pp * resolved.virtual_stages
+    cuts = "/".join(str(len(layers)) for layers in stage_layers(resolved.model, stages))
     sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
     return "\n".join(
         [
@@ -264,7 +269,8 @@ def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources
             f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}), {sharding}, {config.dtype}, "
             f"seed {config.seed}",
             f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
-            f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}",
+            f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}"
+            + (f", layers by stage {cuts}" if stages > 1 else ""),
             *sources,
         ]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from triaxis.engine.config import ConfigError, RunConfig, learning_rate_at, reso
 from triaxis.launch.environment import read_launch
 from triaxis.launch.flags import GROUPS, parse_flags
 from triaxis.models.presets import PRESETS
+from triaxis.parallel.schedule import ScheduleName
 
 
 def faults(world_size: int, **flags: Any) -> tuple[str, ...]:
@@ -86,15 +88,31 @@ def test_any_two_of_the_batch_sizes_decide_the_third(
 )
 def test_a_wrong_run_is_refused_in_words(
     flags: dict[str, Any], world_size: int, words: tuple[str, ...]
-) -> None:
+) -> None:  # B20 and B31 (ep, cp above 1), B45, B50, B55
     text = "\n".join(faults(world_size, **flags))
     assert all(word in text for word in words), text
 
 
-def test_all_faults_are_reported_together() -> None:
+def test_all_faults_are_reported_together() -> None:  # B55, B131
     found = faults(8, tp=3, cp=2, model="tinny", data="x.jsonl", steps=1, num_train_epochs=1.0)
     assert len(found) == 5
     assert all("\n" not in fault for fault in found)
+
+
+def test_stages_are_refused_exactly_where_there_are_too_few_layers() -> None:  # B50, B51
+    """Every number of layers up to 24, 6 stages and 4 chunks: uneven cuts and any number of microbatches work."""
+    for layers, pp, chunks in itertools.product(range(1, 25), range(1, 7), range(1, 5)):
+        model = dataclasses.replace(PRESETS["tiny"], layers=layers)
+        schedule = ScheduleName.INTERLEAVED if chunks > 1 else ScheduleName.ONE_F_ONE_B
+        config = RunConfig(pp=pp, virtual_stages=chunks, schedule=schedule, microbatches=6)
+        if pp * chunks <= layers and (chunks == 1 or pp > 1):
+            assert resolve(config, pp, model).virtual_stages == chunks
+            continue
+        with pytest.raises(ConfigError) as caught:
+            resolve(config, pp, model)
+        numbers = f"pp {pp} × virtual_stages {chunks} = {pp * chunks}" if chunks > 1 else f"pp {pp} = {pp}"
+        needs = f"pp is {pp} and virtual_stages is {chunks}"
+        assert any(word in str(caught.value) for word in (numbers, needs)), str(caught.value)
 
 
 def test_few_kv_heads_are_shared_by_more_tensor_ranks() -> None:
@@ -104,7 +122,7 @@ def test_few_kv_heads_are_shared_by_more_tensor_ranks() -> None:
         resolve(RunConfig(tp=4), 4, model)
 
 
-def test_the_learning_rate_warms_up_and_decays() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:  # B35
     def rate(number: int, decay: str = "cosine") -> float:
         return learning_rate_at(
             number - 1, total_steps=100, warmup_steps=10, peak=1e-3, minimum_ratio=0.1, decay=decay
@@ -137,6 +155,21 @@ def test_every_flag_has_help_and_reads_with_hyphens_or_underscores() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--attention_dropout",  # B21: there is none
+        "--deepspeed",  # B130, B131, B136: its JSON is not read, so that it cannot disagree with flags
+        "--hf_checkpoint",  # B56, B80: weights of other programs are not imported
+    ],
+)
+def test_a_flag_that_there_is_none_of_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_flags([flag, "x"], True)
+    assert ended.value.code == 2
+    assert f"Unrecognized options: {flag}, x" in capsys.readouterr().err
+
+
 LAUNCHED = {
     "RANK": "1",
     "WORLD_SIZE": "2",
@@ -146,7 +179,7 @@ LAUNCHED = {
 }
 
 
-def test_no_launcher_is_one_process() -> None:
+def test_no_launcher_is_one_process() -> None:  # B156
     assert read_launch({}).size == 1
     assert read_launch(LAUNCHED).rank == 1
 
@@ -162,12 +195,12 @@ def test_no_launcher_is_one_process() -> None:
         ({"MASTER_PORT": "99999"}, "`MASTER_PORT` must be from 1 to 65535"),
     ],
 )
-def test_a_launcher_that_is_broken_is_named(changes: dict[str, str], words: str) -> None:
+def test_a_launcher_that_is_broken_is_named(changes: dict[str, str], words: str) -> None:  # B156
     with pytest.raises(ValueError, match=words):
         read_launch(LAUNCHED | changes)
 
 
-def test_a_refused_run_ends_with_code_2_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_refused_run_ends_with_code_2_before_torch_is_imported(tmp_path: Path) -> None:  # B55
     program = (
         "import sys; from triaxis.launch.train import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.runs import MODEL, prepare, run
 from triaxis.engine.metrics import MetricsWriter, StepRow, read_metrics
 from triaxis.engine.plot import plot_run
 from triaxis.engine.progress import Progress
@@ -64,6 +67,27 @@ def test_plain_lines_come_first_last_and_as_asked(capsys: pytest.CaptureFixture[
     assert [line.split(":")[0] for line in lines] == [f"step {n}/7" for n in (1, 3, 5, 6, 7)]
     assert "loss 2.0000, grad norm 1.500, lr 1.00e-03, 1,000 tokens/s" in lines[0]
     assert "held-out loss 2.5000" in lines[2]
+
+
+def test_a_clipped_norm_is_said_to_be_from_before(capsys: pytest.CaptureFixture[str]) -> None:  # B30
+    with Progress(2) as progress:
+        progress.update(dataclasses.replace(row(1), clip_coefficient=0.0667))
+        progress.update(row(2))
+    first, second = capsys.readouterr().err.splitlines()
+    assert "grad norm 1.500 (before clipping ×0.0667), lr" in first
+    assert "grad norm 1.500, lr" in second
+
+
+def test_a_run_tells_its_cut_and_the_rows_of_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # B40, B45
+    monkeypatch.setattr("triaxis.engine.trainer.plot_run", lambda directory: directory)
+    flags = prepare(tmp_path) | {"pp": 2, "steps": 1, "warmup_steps": 0, "eval_batches": 2, "pack": False}
+    (tmp_path / "model.json").write_text(json.dumps(MODEL | {"layers": 3}))
+    run({**flags, "output_dir": str(tmp_path / "out")})
+    told = capsys.readouterr().err
+    assert "schedule 1f1b, layers by stage 2/1\n" in told
+    assert re.search(r"an evaluation takes 4 of its [5-9]\d* rows, each once\n", told), told
 
 
 def test_a_cut_off_last_line_is_left_out_and_the_rest_is_drawn(tmp_path: Path) -> None:

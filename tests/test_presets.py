@@ -107,6 +107,8 @@ SIZES: dict[str, object] = {
     ("change", "message"),
     [
         ({"hiden_size": 64}, r"`hiden_size` must be a model field, but is none; allowed: name, vocab_size"),
+        ({"attention_dropout": 0.1}, "`attention_dropout` must be a model field, but is none"),
+        ({"experts": 8}, "`experts` must be a model field, but is none"),
         ({"norm": "batchnorm"}, r"`norm` must be one of rmsnorm, layernorm, but is 'batchnorm'"),
         ({"layers": "2"}, r"`layers` must be of type int, but is '2'"),
         ({"layers": True}, r"`layers` must be of type int, but is True"),
@@ -116,7 +118,7 @@ SIZES: dict[str, object] = {
         ({"head_dim": 15}, r"`head_dim` must be even and positive for rotary positions, but is 15"),
     ],
 )
-def test_bad_fields(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_bad_fields(tmp_path: Path, change: dict[str, object], message: str) -> None:  # B20, B21
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**SIZES, **change}))
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ from agreement import LENGTH, MODEL, sequences
 from torch import Tensor
 
 from triaxis.engine.optimizer import UpdateRule
-from triaxis.engine.step import StepPlan, StepResult, TrainingStep
+from triaxis.engine.step import StepPlan, StepResult, TrainingStep, build_stages, stage_layers
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.parallel.group import World
 from triaxis.parallel.mesh import build_mesh
@@ -148,6 +148,18 @@ def test_microbatches_are_weighted_by_their_tokens(dp: int) -> None:
         return step.train(padded(rows, dp)[mesh.dp.rank], 1e-3).loss
 
     assert run_threads(dp, main) == [pytest.approx(1.10, rel=1e-12)] * dp
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(30, 4), (10, 3), (7, 2)])
+def test_stages_hold_every_layer_once(layers: int, pp: int) -> None:  # B45
+    model = replace(PLAN.model, layers=layers)
+    assert [layer for cut in stage_layers(model, pp) for layer in cut] == list(range(layers))
+
+    def main(world: World) -> int:
+        stages = build_stages(replace(PLAN, model=model), build_mesh(world, Topology(pp=pp)))
+        return sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+
+    assert sum(run_threads(pp, main)) == model.parameters()
 
 
 def in_one(rows: Sequence[Batch]) -> Batch:

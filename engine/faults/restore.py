@@ -55,7 +55,10 @@ def restore(
         )
     here = rounding(config, resolved, training.mesh.world)
     check_replay(state, replay(training, stored_row(state)), here, config.dtype)
-    for line in (f"resumed at step {state.step} from {path}", *told_changes(state, config)):
+    loaded = (
+        f"resumed at step {state.step} from {path}: all {store.tensors} tensors, and the stored row's loss"
+    )
+    for line in (loaded, *told_changes(state, config)):
         say(line)
     return state
 
