@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from agreement import LENGTH, MODEL, sequences
 from torch import Tensor, nn
 
+from tests.runs import prepare, run
+from triaxis.engine.metrics import MetricsWriter, StepRow
 from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.parallel.group import World
 from triaxis.parallel.layout import declare_replicated
@@ -99,6 +105,88 @@ def test_model_states_equal_the_formulas(
         assert formula * (1 - TOLERANCE) <= rank.counted_bytes <= formula * (1 + TOLERANCE) + padding_bytes
     counted = sum(rank.counted_bytes for rank in ranks)
     assert counted <= ranks[0].all_ranks_bytes <= counted * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_peak_of_a_step_is_that_of_any_accumulation(recompute: bool) -> None:  # B140
+    """Of two microbatches and of 32, by PyTorch's own account: no microbatch leaves its graph or logits behind."""
+
+    def peak(microbatches: int) -> int:
+        def main(world: World) -> int:
+            plan = StepPlan(
+                model=LARGER,
+                microbatch_size=1,
+                microbatches=microbatches,
+                sequence_length=LENGTH,
+                recompute=recompute,
+            )
+            step = TrainingStep(plan, build_mesh(world, Topology()))
+            batches = sequences(0, microbatches, LARGER.vocab_size)
+            step.train(batches, 1e-3)
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
+                step.train(batches, 1e-3)
+            events = profile.profiler.kineto_results.events()
+            return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+        return run_threads(1, main)[0]
+
+    few = peak(2)
+    assert few > 4 * LENGTH * LARGER.ffn_size * LARGER.layers
+    assert peak(32) <= 1.01 * few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a process holds. open_files: descriptors"""
+
+    objects: int
+    tensors: int
+    tensor_bytes: int
+    resident_bytes: int
+    open_files: int
+    threads: int
+
+
+def held_now() -> Held:
+    storages = live_storages()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Held(
+        objects=len(gc.get_objects()),
+        tensors=len(storages),
+        tensor_bytes=sum(storages.values()),
+        resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+        open_files=len(os.listdir("/proc/self/fd")),
+        threads=threading.active_count(),
+    )
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_run_holds_at_its_end_what_it_held_at_its_start(
+    layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # B140, B141
+    """Rows, evaluations and checkpoints included; fifty steps, where a leak of one object a step would show."""
+    found: dict[int, Held] = {}
+    write, everyone = MetricsWriter.write, threading.Barrier(2)
+
+    def counted(self: MetricsWriter, row: StepRow) -> None:
+        write(self, row)
+        if row.step in (5, 10, 60):
+            everyone.wait()
+            if self._file is not None:
+                found[row.step] = held_now()
+            everyone.wait()
+
+    monkeypatch.setattr(MetricsWriter, "write", counted)
+    monkeypatch.setattr("triaxis.engine.trainer.plot_run", lambda directory: directory)
+    flags = prepare(tmp_path) | {"steps": 61, "eval_steps": 3, "save_steps": 4, "save_total_limit": 1}
+    run({**flags, **layout, "output_dir": str(tmp_path / "out")})
+    early, late = found[10], found[60]
+    assert late.objects <= early.objects + 25, (early, late)
+    assert late.resident_bytes <= 1.01 * early.resident_bytes
+    same = ("tensors", "tensor_bytes", "open_files", "threads")
+    assert [getattr(late, name) for name in same] == [getattr(early, name) for name in same]
 
 
 LARGE, SMALL, SMALL_COUNT = 1.0, 0.00193, 256  # in bf16, 1 + 0.00193 is 1
