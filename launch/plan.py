@@ -111,22 +111,7 @@ def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     if chosen is None:
         return _does_not_fit(options, plan, found)
     answer = _Answer(plan=plan, chosen=chosen, job=_job(request, chosen, options.tokens))
-    written: list[str] = []
-    if options.write is not None:
-        written += [str(path) for path in _write(options, answer)]
-    if options.report is not None:
-        from triaxis.launch.planner.report import write_report
-
-        write_report(
-            options.report,
-            plan=plan,
-            chosen=chosen,
-            job=answer.job,
-            tokens=options.tokens,
-            price=options.price,
-            simulated=simulated,
-        )
-        written.append(str(options.report))
+    written = _files(options, answer, simulated)
     if options.json:
         extra: dict[str, Any] = {
             "policy": options.policy,
@@ -153,6 +138,34 @@ def _job(request: Request, chosen: Candidate, tokens: float | None) -> Job:
         nodes=nodes,
         gpus_per_node=request.gpus // nodes,
     )
+
+
+def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Repriced]) -> list[str]:
+    """Writes what --write and --report ask for; ValueError where a file cannot be written."""
+    written: list[str] = []
+    flag, target = "--write", options.write
+    try:
+        if options.write is not None:
+            written += [str(path) for path in _write(options, answer)]
+        flag, target = "--report", options.report
+        if options.report is not None:
+            from triaxis.launch.planner.report import write_report
+
+            write_report(
+                options.report,
+                plan=answer.plan,
+                chosen=answer.chosen,
+                job=answer.job,
+                tokens=options.tokens,
+                price=options.price,
+                simulated=tuple(simulated),
+            )
+            written.append(str(options.report))
+    except OSError as error:
+        raise ValueError(
+            f"`{flag}` must be a place that can be written, but {target} is not: {error.strerror}; give another"
+        ) from error
+    return written
 
 
 def _write(options: argparse.Namespace, answer: _Answer) -> tuple[Path, ...]:

@@ -420,6 +420,18 @@ def test_a_size_that_is_no_preset_is_written_as_a_file(ask: Ask, tmp_path: Path)
     assert flags[flags.index("--model") + 1] == path.name
 
 
+@pytest.mark.parametrize("flag", ["--write", "--report"])
+def test_a_place_that_cannot_be_written_is_named(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    wish = ("--model", "gpt2-124m", "--gpus", "2", "--seq", "256", "--global-batch", "8")
+    assert main([*wish, flag, str(file / "inside")]) == 2
+    said = capsys.readouterr().err
+    assert f"`{flag}` must be a place that can be written, but {file / 'inside'} is not" in said
+
+
 @pytest.mark.parametrize("count", [2])
 def test_the_best_are_priced_again_by_simulation(ask: Ask, count: int) -> None:
     wish = ("--model", "gpt2-124m", "--gpus", "4", "--seq", "256", "--global-batch", "16")
