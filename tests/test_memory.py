@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from triaxis.parallel.layout import declare_replicated
 from triaxis.parallel.mesh import build_mesh
 from triaxis.parallel.thread_world import run_threads
 from triaxis.parallel.topology import Topology
+from triaxis.parallel.trace_world import TraceWorld
 from triaxis.parallel.zero import ZeroDataParallel
 
 LARGER = replace(MODEL, hidden_size=64, ffn_size=192, layers=2, max_positions=LENGTH)
@@ -107,6 +109,53 @@ def test_model_states_equal_the_formulas(
     assert counted <= ranks[0].all_ranks_bytes <= counted * (1 + TOLERANCE)
 
 
+def most_allocated(work: Callable[[], object]) -> int:
+    """Bytes that were live at once beside those before, by PyTorch's own account."""
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        work()
+    events = profile.profiler.kineto_results.events()
+    return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def test_stage_3_needs_less_than_stage_2_also_at_its_peak() -> None:  # B146
+    """On one real rank of two: while the model is made and at the height of a step, within a layer's parameters."""
+    model = replace(LARGER, layers=8)
+    layer_bytes = 4 * model.layer_parameters()
+    made, states, peaks = [], [], []
+    for zero in range(4):
+        plan = StepPlan(
+            model=model,
+            microbatch_size=1,
+            microbatches=2,
+            sequence_length=LENGTH,
+            zero=zero,
+            bucket_elements=model.layer_parameters(),
+        )
+        steps: list[TrainingStep] = []
+
+        def make(plan: StepPlan = plan, steps: list[TrainingStep] = steps) -> None:
+            steps.append(TrainingStep(plan, build_mesh(TraceWorld(0, 2), Topology(dp=2))))
+
+        made.append(most_allocated(make))
+        (step,) = steps
+        batches = sequences(0, 2, model.vocab_size)
+        without_moments = sum(step.state_bytes().values())
+        step.train(batches, 1e-3)
+        states.append(sum(step.state_bytes().values()))
+        peak = most_allocated(lambda step=step, batches=batches: step.train(batches, 1e-3))  # type: ignore[misc]
+        peaks.append(states[-1] + peak)
+        assert made[-1] < without_moments + 1.5 * layer_bytes, "the model is made a bucket at a time"
+    parameter_bytes = 4 * model.parameters()
+    assert [size / parameter_bytes for size in states] == pytest.approx([4, 3, 2.5, 2], rel=TOLERANCE)
+    assert made[3] < 0.75 * made[1]
+    beside = [peak - held for peak, held in zip(peaks, states, strict=True)]
+    assert peaks[3] < peaks[2] < peaks[0]
+    assert beside[3] <= beside[2] + layer_bytes, "beside its states stage 3 has one unit's parameters more"
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_peak_of_a_step_is_that_of_any_accumulation(recompute: bool) -> None:  # B140
     """Of two microbatches and of 32, by PyTorch's own account: no microbatch leaves its graph or logits behind."""
@@ -123,12 +172,7 @@ def test_the_peak_of_a_step_is_that_of_any_accumulation(recompute: bool) -> None
             step = TrainingStep(plan, build_mesh(world, Topology()))
             batches = sequences(0, microbatches, LARGER.vocab_size)
             step.train(batches, 1e-3)
-            with torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-            ) as profile:
-                step.train(batches, 1e-3)
-            events = profile.profiler.kineto_results.events()
-            return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+            return most_allocated(lambda: step.train(batches, 1e-3))
 
         return run_threads(1, main)[0]
 
