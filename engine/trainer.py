@@ -217,9 +217,10 @@ class _Run:
             minimum_ratio=config.min_learning_rate_ratio,
             decay=config.lr_scheduler_type,
         )
-        self._watch.at(number + 1, "training")
         mesh.clear_traffic()
+        self._watch.at(number + 1, "reading data")
         batches = self._loader.step_batches(number, first_sample=counters.samples)
+        self._watch.at(number + 1, "training")
         limit = most_norm(counters, config.spike_factor)
         result = self._training.train(batches, learning_rate, limit)
         told = judge(result, counters, self._training, limit)

@@ -161,7 +161,8 @@ def _tell(
     if not first:
         said = report.read_text(encoding="utf-8", errors="replace")
     if first or not (lost_peer or said.startswith(cause + "\n") or not said):
-        details = "" if expected else f" (traceback in {report})"
+        where = "".join(f"{note}; " for note in getattr(error, "__notes__", []))
+        details = "" if expected else f" ({where}traceback in {report})"
         print(f"{place}: {cause}{details}", file=sys.stderr, flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -51,8 +52,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @contextmanager
-def spoiled(rank: int, steps: Container[int], value: float) -> Iterator[None]:
-    """In these steps (from 0) the rank's forward passes give `value`, on that rank alone."""
+def spoiled(rank: int, steps: Container[int], value: float, *, gradient: bool = False) -> Iterator[None]:
+    """In these steps (from 0) the rank's forward passes, or with `gradient` what comes back, are times `value`."""
     done: dict[int, int] = {}
     forward, trained = _Chunk.forward, TrainingStep.train
 
@@ -64,8 +65,11 @@ def spoiled(rank: int, steps: Container[int], value: float) -> Iterator[None]:
 
     def spoils(self: _Chunk, hidden: Tensor | None, microbatch: int) -> Tensor:
         output = forward(self, hidden, microbatch)
-        mesh = self._step.mesh
-        return output * value if mesh.rank == rank and done.get(rank, 0) in steps else output
+        if self._step.mesh.rank != rank or done.get(rank, 0) not in steps:
+            return output
+        if gradient and output.requires_grad:
+            output.register_hook(lambda incoming: incoming * value)
+        return output if gradient else output * value
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Chunk, "forward", spoils)
@@ -74,20 +78,25 @@ def spoiled(rank: int, steps: Container[int], value: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank"),
+    ("layout", "rank", "gradient"),
     [
-        (Layout(dp=2, zero=0), 1),
-        (Layout(dp=2, zero=1), 1),
-        (Layout(dp=2, zero=2), 1),
-        (Layout(dp=2, zero=3), 1),
-        (Layout(tp=2), 1),
-        (Layout(pp=2), 0),
-        (Layout(pp=2), 1),
+        (Layout(dp=2, zero=0), 1, False),
+        (Layout(dp=2, zero=1), 1, False),
+        (Layout(dp=2, zero=2), 1, False),
+        (Layout(dp=2, zero=3), 1, False),
+        (Layout(tp=2), 1, False),
+        (Layout(pp=2), 0, False),
+        (Layout(pp=2), 1, False),
+        (Layout(dp=2, zero=2), 1, True),
+        (Layout(tp=2), 1, True),
+        (Layout(pp=2), 0, True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_skipped_step_leaves_every_bit(layout: Layout, rank: int, dtype: str) -> None:
+def test_a_skipped_step_leaves_every_bit(
+    layout: Layout, rank: int, gradient: bool, dtype: str
+) -> None:  # B95
     """One rank's NaN, in the second of three steps: the others skip too, and the third is as if it had not been."""
 
     def main(world: World) -> tuple[list[bool], list[float], list[Tensor]]:
@@ -108,7 +117,7 @@ def test_a_skipped_step_leaves_every_bit(layout: Layout, rank: int, dtype: str) 
         return skipped, losses[-1:], after
 
     spoils = True
-    with spoiled(rank, range(1, 2), float("nan")):
+    with spoiled(rank, range(1, 2), float("nan"), gradient=gradient):
         found = run_threads(layout.size, main)
     spoils = False
     expected = run_threads(layout.size, main)
@@ -139,6 +148,17 @@ def test_skipped_steps_are_counted_and_ten_in_a_row_end_the_run(
     with spoiled(0, {*range(1, 10), *range(11, 20)}, float("nan")):
         run({**common, "steps": 21})  # nine, a good one, nine
     assert rows(tmp_path)[-1]["skipped_steps"] == 18
+
+
+def test_a_gradient_that_is_not_finite_is_named(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # B95
+    common = {**flags, "pp": 2, "steps": 2, "warmup_steps": 1, "on_nan": "skip", "output_dir": str(tmp_path)}
+    with spoiled(0, range(1, 2), float("nan"), gradient=True):
+        run(common)
+    told = capsys.readouterr().err
+    assert "gradient norm nan (every rank's loss is finite: it comes from the gradient of " in told
+    assert re.search(r"of model\.layers\.0\.\S+ and \d+ more\); the update is skipped", told), told
 
 
 def test_a_leap_of_the_gradient_norm_is_skipped_or_ends_the_run(
@@ -367,7 +387,7 @@ def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_pa
         with pytest.raises((KeyError, RankError)):
             run_threads(2, rank)
     (message,) = told
-    assert message.startswith("no progress for ") and " at step 3, training" in message
+    assert re.match(r"no progress for \d+ s at step 3, (reading data|training)", message)
     assert "rank 1 (dp 1, pp 0, tp 0) is at " in message
     assert "rank 0 waits in all_reduce in group 'world' (0, 1) at engine/step.py" in message
     for number in (0, 1):

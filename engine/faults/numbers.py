@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 
+from triaxis.engine.checkpoint.agreement import gather_json
 from triaxis.engine.faults.saving import Counters
 from triaxis.engine.step import StepResult, TrainingStep
 
@@ -36,7 +38,7 @@ def judge(result: StepResult, counters: Counters, training: TrainingStep, limit:
         counters.norm_average = share * counters.norm_average + (1 - share) * result.grad_norm
         counters.norms += 1
         return None
-    cause = f"more than {limit:.4g}, see --spike-factor" if finite else _origin(training)
+    cause = f"more than {limit:.4g}, see --spike-factor" if finite else _origin(training, result)
     found = f"step {counters.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({cause})"
     way_out = "lower --learning_rate, lengthen --warmup_ratio, or check the data"
     if not result.skipped:
@@ -48,8 +50,11 @@ def judge(result: StepResult, counters: Counters, training: TrainingStep, limit:
     return f"{found}; the update is skipped"
 
 
-def _origin(training: TrainingStep) -> str:
-    """The ranks whose own losses of this step are not finite. Collective, and only when something is wrong."""
+def _origin(training: TrainingStep, result: StepResult) -> str:
+    """The ranks whose own losses of this step are not finite, or the parameters whose gradients are not.
+
+    Collective, and only when something is wrong.
+    """
     everyone = training.mesh.everyone
     losses = training.losses
     bad = torch.zeros(everyone.size, dtype=torch.int32, device=training.mesh.world.device)
@@ -57,6 +62,23 @@ def _origin(training: TrainingStep) -> str:
     everyone.all_reduce(bad)
     ranks = [rank for rank, flag in enumerate(bad.tolist()) if flag]
     if not ranks:
-        return "every rank's loss is finite: it comes from a gradient"
+        return f"every rank's loss is finite: it comes from {_bad_gradients(training, result)}"
     named = ", ".join(map(str, ranks[:RANKS_NAMED])) + (", …" if len(ranks) > RANKS_NAMED else "")
     return f"from the loss of rank {named}"
+
+
+def _bad_gradients(training: TrainingStep, result: StepResult) -> str:
+    """A parameter whose gradient is not finite, as late in the model as any, and how many others. Collective."""
+    if not result.skipped:  # the update has scaled them all by what the norm was
+        return "a gradient"
+    own = [
+        segment.layout.name
+        for shard in training.data_parallel.buckets
+        for segment in shard.segments
+        if not bool(torch.isfinite(shard.gradient_shard[segment.start : segment.stop]).all())
+    ]
+    told = gather_json(training.mesh.everyone, own, training.mesh.world.device)
+    names = list(dict.fromkeys(name for rank in told for name in cast(list[str], rank)))
+    if not names:
+        return "a gradient"
+    return f"the gradient of {names[-1]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

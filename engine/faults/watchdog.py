@@ -33,7 +33,7 @@ DUMP_SECONDS = 5.0
 
 
 class Watchdog:
-    """Watches this rank while it is open.
+    """Watches this rank while it is open; an error that leaves it gets a note of the step and the phase.
 
     end: tells everyone why the run ends (None: it has been told) and ends this process
     failure: the file that appears when another rank has told why the run ends
@@ -77,6 +77,8 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            error.add_note(f"at {self._position()}")
         self._closed.set()
         self._presence.close()
 
