@@ -7,16 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.crash.ranks import Ranks, arguments, wait_for_steps
+from tests.crash.ranks import Ranks, arguments, done_steps, wait_for_steps
 from tests.runs import last_state, prepare, rows
+from triaxis.engine import trainer
 from triaxis.engine.checkpoint.folder import complete_checkpoints
+from triaxis.engine.checkpoint.storage import ShardWriter
 from triaxis.engine.data.loader import Loader
+from triaxis.engine.step import TrainingStep, _Chunk
 from triaxis.launch import ranks as launch_ranks
+from triaxis.launch.checkpoint import main
 
 pytestmark = pytest.mark.processes
 
@@ -170,3 +176,164 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(
     assert "resumed at step 10" in done.stderr
     assert rows(tmp_path) == rows(straight)
     assert last_state(tmp_path) == last_state(straight)
+
+
+Place = tuple[Any, str, int]
+"""An owner, the name of its function, and the call of it in which something happens (from 1)."""
+
+
+def at_call(place: Place, act: Callable[[], None], rank: int | None = None) -> Callable[[int], None]:
+    """Makes a rank, or every rank, do something at the beginning of that call."""
+    owner, name, number = place
+
+    def before(own: int) -> None:
+        if rank not in (None, own):
+            return
+        function, left = getattr(owner, name), [number]
+
+        def acts(*given: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                act()
+            return function(*given, **named)
+
+        setattr(owner, name, acts)
+
+    return before
+
+
+FAILS: dict[str, tuple[Place, str]] = {
+    "forward": ((_Chunk, "forward", 9), "at step 5, training"),
+    "backward": ((_Chunk, "before_backward", 9), "at step 5, training (forward of chunk 0"),
+    "data": ((Loader, "step_batches", 5), "at step 5, reading data"),
+    "save": ((ShardWriter, "write_data", 1), "at step 5, saving"),
+    "evaluation": ((TrainingStep, "evaluate", 1), "at step 5, evaluating"),
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "forward",
+        "data",
+        *(pytest.param(w, marks=pytest.mark.full) for w in ("backward", "save", "evaluation")),
+    ],
+)
+def test_a_rank_that_fails_says_when_and_all_end(where: str, tmp_path: Path) -> None:  # B90
+    """The second stage of the first replica of two; the others say nothing, and nobody waits for a timeout."""
+
+    def fail() -> None:
+        raise KeyError("planted")
+
+    place, told = FAILS[where]
+    flags = prepare(tmp_path) | {
+        "tp": 1,
+        "pp": 2,
+        "dp": 2,
+        "eval_steps": 5,
+        "save_steps": 5,
+        "warmup_steps": 1,
+    }
+    given = arguments({**flags, "output_dir": str(tmp_path / "out")})
+    with Ranks(4, given, tmp_path / "log", before=at_call(place, fail, rank=1)) as ranks:
+        assert ranks.wait(25) == [1] * 4, ranks.said()
+        last = ranks.said().splitlines()[-1]
+        assert last.startswith(f"rank 1 (dp 0, pp 1, tp 0): KeyError: 'planted' ({told}"), ranks.said()
+        assert ranks.said().count("planted") == 1
+    report = Path(last.rpartition("traceback in ")[2].removesuffix(")"))
+    assert "in fail\n" in report.read_text() and told in report.read_text()
+
+
+def test_a_nan_ends_every_process_with_one_message(flags: dict[str, Any], tmp_path: Path) -> None:  # B96
+    def spoil(rank: int) -> None:
+        forward, done = _Chunk.forward, [0]
+
+        def spoils(self: _Chunk, hidden: Any, microbatch: int) -> Any:
+            done[0] += 1
+            output = forward(self, hidden, microbatch)
+            return output * float("nan") if rank == 1 and done[0] == 7 else output
+
+        _Chunk.forward = spoils  # type: ignore[method-assign]
+
+    given = arguments({**flags, "tp": 1, "dp": 2, "output_dir": str(tmp_path)})
+    with Ranks(2, given, tmp_path / "log", before=spoil) as ranks:
+        assert ranks.wait(25) == [1, 1], ranks.said()
+        assert ranks.said().count("step 4: loss nan, gradient norm nan (from the loss of rank 1)") == 1
+
+
+ASKED_IN: dict[str, tuple[Place, list[int]]] = {
+    "the index of the data": ((trainer, "open_source", 1), []),
+    "the making of the model": ((TrainingStep, "__init__", 1), []),
+    "the first step": ((_Chunk, "forward", 2), [1]),
+    "accumulation": ((_Chunk, "before_backward", 6), [3]),
+    "an evaluation": ((TrainingStep, "evaluate", 1), [4]),
+    "an asynchronous save": ((ShardWriter, "write_data", 2), [4, 8]),
+}
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(w, marks=[pytest.mark.full] * (w == "accumulation")) for w in ASKED_IN]
+)
+def test_a_signal_at_any_moment_ends_with_a_whole_checkpoint_or_says_why_not(
+    where: str, flags: dict[str, Any], tmp_path: Path
+) -> None:  # B101
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    place, saved = ASKED_IN[where]
+    own = {
+        "steps": 10**6,
+        "eval_steps": 4,
+        "save_steps": 4,
+        "tp": 1,
+        "dp": 2,
+        "lr_scheduler_type": "constant",
+    }
+    given = arguments({**flags, **own, "output_dir": str(tmp_path)})
+    with Ranks(2, given, tmp_path / "log", before=at_call(place, ask)) as ranks:
+        assert ranks.wait(25) == [75, 75], ranks.said()
+        said = ranks.said()
+    steps = [int(path.name[5:]) for path in complete_checkpoints(tmp_path)]
+    assert steps[: len(saved)] == saved and len(steps) <= len(saved) + 1, (steps, said)
+    last = f"saved step {steps[-1]}" if saved else "before the first step: nothing to save"
+    assert f"SIGTERM{':' * bool(saved)} {last}" in said
+    assert not saved or main(["verify", str(tmp_path)]) == 0
+    assert not list(tmp_path.glob("checkpoints/.tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, False, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_to_torchrun_saves_once(
+    number: signal.Signals, to_all: bool, flags: dict[str, Any], tmp_path: Path
+) -> None:  # B100
+    """To its process group, as a terminal or a scheduler sends it, or to torchrun alone, which passes it on."""
+    given = arguments({**flags, "steps": 10**6, "output_dir": str(tmp_path)})
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    started = subprocess.Popen(
+        [*launcher, "-m", "triaxis.launch.train", *given],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while done_steps(tmp_path) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (os.killpg if to_all else os.kill)(started.pid, number)
+        _, said = started.communicate(timeout=30)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode != 0
+    assert said.count(f"{number.name}: saved step ") == 1, said
+    (path,) = complete_checkpoints(tmp_path)
+    assert (tmp_path / "requeue").read_text() == f"step {int(path.name[5:])}\n"
