@@ -6,14 +6,16 @@ import json
 import os
 import pickle
 import zlib
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agreement import MODEL, Layout
-from checkpointing import flip_a_byte, load_newest, on_ranks, save_steps, state_at
+from checkpointing import flip_a_byte, load_newest, on_ranks, open_step, save_steps, state_at, train
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,10 +28,13 @@ from triaxis.engine.checkpoint.folder import (
 from triaxis.engine.checkpoint.manifest import read_manifest
 from triaxis.engine.checkpoint.planner import share_out, write_item
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
+from triaxis.engine.checkpoint.states import held_states
 from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore
 from triaxis.engine.checkpoint.stored import StoredTensors
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.checkpoint import main
+from triaxis.parallel.group import World
+from triaxis.parallel.thread_world import run_threads
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 4), (3, 5), (2, 3, 4)])
@@ -111,13 +116,19 @@ def test_reading_in_small_blocks_reads_the_same(
     assert torch.equal(StoredTensors(path).read(name, (5, 3), (60, 20)), whole[5:65, 3:23])
 
 
-def test_names_and_shapes_are_those_of_the_whole_model(tmp_path: Path) -> None:
+def test_names_and_shapes_are_those_of_the_whole_model(tmp_path: Path) -> None:  # B81, B86
     layout = Layout(tp=2, dp=2, zero=3)
     on_ranks(lambda step, store: store.save(state_at(1)), tmp_path, layout)
     tensors = read_manifest(complete_checkpoints(tmp_path)[0]).tensors
     assert tensors["master/lm_head.weight"].shape == (67, 32)  # a prime: padding is not stored
     assert tensors["exp_avg_sq/model.layers.3.self_attn.k_proj.weight"].shape == (8, 32)
     assert {name.partition("/")[0] for name in tensors} == {"master", "exp_avg", "exp_avg_sq"}
+    for other in (Layout(), Layout(recompute=True), Layout(tp=4, zero=0), Layout(pp=2, dp=2, zero=2)):
+        on_ranks(lambda step, store: store.save(state_at(2)), tmp_path, other)
+        found = read_manifest(complete_checkpoints(tmp_path)[-1]).tensors
+        assert {name: tensor.shape for name, tensor in found.items()} == {
+            name: tensor.shape for name, tensor in tensors.items()
+        }, other
 
 
 def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
@@ -132,7 +143,7 @@ def test_the_state_comes_back_exactly(tmp_path: Path) -> None:
     assert on_ranks(work, tmp_path) == [True, True]
 
 
-def test_the_optimizers_step_is_a_whole_number(tmp_path: Path) -> None:
+def test_the_optimizers_step_is_a_whole_number(tmp_path: Path) -> None:  # B75
     """257 does not fit into bfloat16."""
 
     def work(step: TrainingStep, store: CheckpointStore) -> tuple[int, set[float]]:
@@ -144,6 +155,72 @@ def test_the_optimizers_step_is_a_whole_number(tmp_path: Path) -> None:
         return step.optimizer.steps, {float(state["step"]) for state in states}
 
     assert on_ranks(work, tmp_path) == [(257, {257.0})] * 2
+
+
+def test_types_and_bits_of_every_state_come_back(tmp_path: Path) -> None:  # B75
+    """Weights in bf16 beside fp32 masters and moments; what a rank holds takes the same memory after a load."""
+    layout = Layout(dp=2, zero=1)
+    States = dict[str, tuple[Tensor, ...]]
+
+    def states(step: TrainingStep) -> States:
+        held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
+        found = {
+            name: tuple(chunk.clone() for chunk in tensor.chunks.values()) for name, tensor in held.items()
+        }
+        weights = tuple(bucket.parameters.clone() for bucket in step.data_parallel.buckets)  # type: ignore[attr-defined]
+        return {**found, "weights": weights}
+
+    def rank(world: World) -> tuple[States, States, dict[str, int], dict[str, int]]:
+        step = open_step(world, layout, MODEL, "adamw, clip 1", "bf16")
+        train(step, layout, range(1))
+        saved, size_bytes = states(step), step.state_bytes()
+        CheckpointStore(tmp_path, step).save(state_at(1))
+        step = open_step(world, layout, MODEL, "adamw, clip 1", "bf16")
+        load_newest(step, CheckpointStore(tmp_path, step))
+        return saved, states(step), size_bytes, step.state_bytes()
+
+    for saved, loaded, before, after in run_threads(2, rank):
+        assert before == after
+        assert saved.keys() == loaded.keys()
+        assert {tensor.dtype for tensor in saved["weights"]} == {torch.bfloat16}
+        for name in saved:
+            for one, other in zip(saved[name], loaded[name], strict=True):
+                assert one.dtype == other.dtype == (torch.bfloat16 if name == "weights" else torch.float32)
+                assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("resumed", [Layout(dp=4, zero=1), Layout(dp=2, zero=1)], ids=str)
+def test_one_giant_tensor_among_many_small_ones(resumed: Layout, tmp_path: Path) -> None:  # B66
+    """Ranks that hold a part of the embedding only, and ranks that hold all the norms."""
+    model = replace(MODEL, vocab_size=50_000, hidden_size=64, layers=6, tied=True)
+    saved = Layout(dp=4, zero=1, bucket_elements=1 << 25)
+    resumed = replace(resumed, bucket_elements=saved.bucket_elements)
+
+    def sample(step: TrainingStep) -> dict[str, float]:
+        held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
+        return {name: sum(float(c.double().sum()) for c in t.chunks.values()) for name, t in held.items()}
+
+    def save(world: World) -> tuple[dict[str, float], float]:
+        step = open_step(world, saved, model, "adamw, clip 1", "fp32")
+        train(step, saved, range(1))
+        CheckpointStore(tmp_path, step).save(state_at(1))
+        return sample(step), train(step, saved, range(1, 2))[0].loss
+
+    def resume(world: World) -> tuple[dict[str, float], float]:
+        step = open_step(world, resumed, model, "adamw, clip 1", "fp32")
+        load_newest(step, CheckpointStore(tmp_path, step))
+        return sample(step), train(step, resumed, range(1, 2))[0].loss
+
+    before, after = run_threads(saved.size, save), run_threads(resumed.size, resume)
+    assert len({len(held) for held, _ in before}) > 1, (
+        "the ranks' lists must differ for this to show anything"
+    )
+    totals = [Counter[str]() for _ in range(2)]
+    for total, ranks in zip(totals, (before, after), strict=True):
+        for held, _ in ranks:
+            total.update(held)
+    assert totals[0] == pytest.approx(totals[1], rel=1e-9)
+    assert after[0][1] == pytest.approx(before[0][1], rel=1e-6)
 
 
 def test_leftovers_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
