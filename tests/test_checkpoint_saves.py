@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agreement import MODEL
-from checkpointing import LAYOUT, load_newest, on_ranks, save_steps, state_at, train
+from agreement import MODEL, Layout
+from checkpointing import LAYOUT, load_newest, on_ranks, open_step, save_steps, state_at, train
 
 from triaxis.engine.checkpoint import storage
 from triaxis.engine.checkpoint.folder import (
@@ -22,9 +23,11 @@ from triaxis.engine.checkpoint.folder import (
     complete_checkpoints,
 )
 from triaxis.engine.checkpoint.planner import StatePlanner
-from triaxis.engine.checkpoint.store import CheckpointStore, SaveError
+from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.checkpoint import main
+from triaxis.parallel.group import World
+from triaxis.parallel.thread_world import run_threads
 
 
 def fails_on_both_ranks(step: TrainingStep, store: CheckpointStore, *, asynchronous: bool = False) -> str:
@@ -40,7 +43,7 @@ def fails_on_both_ranks(step: TrainingStep, store: CheckpointStore, *, asynchron
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_fails_the_save_on_all_ranks(
     asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> None:  # B60
     save_steps(tmp_path, 1)
     written = storage.ShardWriter.write_data
 
@@ -84,7 +87,7 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:  # B60
     one_checkpoint = 12 * MODEL.parameters()
     with small_disk(tmp_path / "disk", int(1.7 * one_checkpoint)):
         save_steps(tmp_path / "disk", 1)
@@ -109,6 +112,41 @@ def test_a_read_only_disk_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
         assert texts[0] == texts[1]
         assert "Read-only file system" in texts[0]
         assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
+
+
+def test_folders_that_nodes_do_not_share_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # B70
+    """Each rank is a node with a folder of its own; then each has what only its rank wrote."""
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node{threading.current_thread().name[-1]}")
+
+    def save(world: World) -> str:
+        step = open_step(world, LAYOUT, MODEL, "adamw, clip 1", "fp32")
+        return fails_on_both_ranks(step, CheckpointStore(tmp_path / f"node{world.rank}", step))
+
+    texts = run_threads(2, save)
+    assert texts[0] == texts[1]
+    for words in ("by rank 1 on node1: ", "node1/checkpoints/.tmp-", "`output_dir` that all nodes share"):
+        assert words in texts[0]
+
+    save_steps(tmp_path / "shared", 1)
+    (written,) = complete_checkpoints(tmp_path / "shared")
+    for rank in range(2):
+        own = tmp_path / f"node{rank}" / FOLDER / written.name
+        shutil.copytree(written, own)
+        (own / f"shard-0000{1 - rank}.safetensors").unlink()
+
+    def load(world: World) -> str:
+        step = open_step(world, Layout(tp=2), MODEL, "adamw, clip 1", "fp32")
+        with pytest.raises(CheckpointError) as raised:
+            load_newest(step, CheckpointStore(tmp_path / f"node{world.rank}", step))
+        return str(raised.value)
+
+    texts = run_threads(2, load)
+    assert texts[0] == texts[1]
+    for rank in range(2):
+        file = f"node{rank}/checkpoints/step-00000001/shard-0000{1 - rank}.safetensors"
+        assert f"rank {rank} on node{rank}: " in texts[0] and file in texts[0]
 
 
 def test_an_asynchronous_save_holds_the_values_of_its_step(
@@ -157,7 +195,7 @@ def test_a_rank_without_a_share_stages_nothing() -> None:
 
 def test_a_failed_asynchronous_save_is_told_by_its_step_and_the_next_one_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> None:  # B61: a quota counts as a full disk
     written = storage.ShardWriter.write_data
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401

@@ -337,3 +337,26 @@ def test_a_signal_to_torchrun_saves_once(
     assert said.count(f"{number.name}: saved step ") == 1, said
     (path,) = complete_checkpoints(tmp_path)
     assert (tmp_path / "requeue").read_text() == f"step {int(path.name[5:])}\n"
+
+
+def test_every_path_has_one_writer_where_local_ranks_repeat(tmp_path: Path) -> None:  # B70
+    """Two nodes of two ranks, LOCAL_RANK 0, 1, 0, 1, and one folder: what each process opened to write in it."""
+
+    def note(rank: int) -> None:
+        os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+        log = (tmp_path / f"opened-{rank}").open("w", buffering=1)
+
+        def opened(event: str, given: tuple[Any, ...]) -> None:
+            if event == "open" and not isinstance(given[0], int) and given[2] & (os.O_WRONLY | os.O_RDWR):
+                log.write(os.fsdecode(given[0]) + "\n")
+
+        sys.addaudithook(opened)
+
+    flags = prepare(tmp_path) | {"dp": 4, "steps": 4, "save_steps": 2, "warmup_steps": 1}
+    given = arguments({**flags, "output_dir": str(tmp_path / "out")})
+    with Ranks(4, given, tmp_path / "log", before=note) as ranks:
+        assert ranks.wait(60) == [0] * 4, ranks.said()
+    lines = [set((tmp_path / f"opened-{rank}").read_text().splitlines()) for rank in range(4)]
+    written = [{path for path in own if path.startswith(str(tmp_path / "out"))} for own in lines]
+    assert all(len([path for path in own if "/shard-" in path]) == 2 for own in written)
+    assert sum(map(len, written)) == len(set.union(*written))

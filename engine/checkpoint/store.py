@@ -6,8 +6,11 @@ all say that theirs is on disk, rank 0 writes the manifest and gives the folder 
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -51,6 +54,7 @@ from triaxis.engine.step import TrainingStep
 __all__ = ["CheckpointError", "CheckpointStore", "RunState", "SaveError", "complete_checkpoints"]
 
 T = TypeVar("T")
+FAILURES_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,7 @@ class CheckpointStore:
     def __init__(self, directory: Path, step: TrainingStep) -> None:
         self._directory, self._step = directory, step
         self._group, self._device = step.mesh.everyone, step.mesh.world.device
+        self._own_name = f"rank {self._group.rank} on {socket.gethostname()}"
         self._held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
         self._planner, self._writer = StatePlanner(), ShardWriter()
         self._planner.set_up_planner(self._held)
@@ -175,7 +180,7 @@ class CheckpointStore:
                 answer = {"failure": str(error)}
         told: Any = send_json(self._group, answer, self._device)
         if "failure" in told:
-            raise self._failure(step, 0, told["failure"])
+            raise self._failure(step, "rank 0", told["failure"])
         return self._directory / FOLDER / str(told["name"])
 
     def _commit(self) -> SaveError | None:
@@ -188,9 +193,9 @@ class CheckpointStore:
         if error is not None and not isinstance(error, OSError):
             raise error
         files = {name: (file.size_bytes, file.crc32) for name, file in self._writer.files.items()}
-        own = {"failure": None if error is None else str(error), "files": files}
+        own = {"failure": None if error is None else str(error), "files": files, "name": self._own_name}
         reports: list[Any] = gather_json(self._group, own, self._device)
-        failed = [(rank, report["failure"]) for rank, report in enumerate(reports) if report["failure"]]
+        failed = [(report["name"], report["failure"]) for report in reports if report["failure"]]
         if not failed and self._group.rank == 0:
             failed = self._place(save, reports)
         told: Any = send_json(self._group, failed[:1], self._device)
@@ -200,7 +205,7 @@ class CheckpointStore:
             shutil.rmtree(save.temporary, ignore_errors=True)
         return self._failure(save.state.step, *told[0])
 
-    def _place(self, save: _Save, reports: list[Any]) -> list[tuple[int, str]]:
+    def _place(self, save: _Save, reports: list[Any]) -> list[tuple[str, str]]:
         """Rank 0 writes the manifest and names the folder; what failed, or nothing."""
         files = {
             name: FileRecord(size_bytes=size_bytes, crc32=crc32)
@@ -216,14 +221,17 @@ class CheckpointStore:
             )
             self._current = place_folder(save.temporary, save.state.step)
         except OSError as error:
-            return [(0, str(error))]
+            return [(self._own_name, str(error))]
         return []
 
     @staticmethod
-    def _failure(step: int, rank: int, cause: str) -> SaveError:
+    def _failure(step: int, name: str, cause: str) -> SaveError:
+        way_out = "Free space there, or choose another `output_dir`"
+        if os.strerror(errno.ENOENT) in cause:  # where rank 0 had made the folder
+            way_out = "Choose an `output_dir` that all nodes share"
         return SaveError(
-            f"the checkpoint of step {step} was not saved, by rank {rank}: {cause}; earlier checkpoints are as they "
-            "were. Free space there, or choose another `output_dir`",
+            f"the checkpoint of step {step} was not saved, by {name}: {cause}; earlier checkpoints are as they "
+            f"were. {way_out}",
             step,
         )
 
@@ -269,22 +277,22 @@ class CheckpointStore:
     def _together(self, work: Callable[[], T], path: Path) -> T:
         """This rank's result, if no rank failed; else the first failure is raised on all. Collective."""
         result: list[T] = []
-        failure: tuple[str, str] | None = None
+        failure: tuple[str, str, str] | None = None
         try:
             result.append(work())
         except CheckpointError as error:
-            failure = str(error), str(error.previous or "")
+            failure = self._own_name, str(error), str(error.previous or "")
         except OSError as cause:
             unread = damaged(path, "", f"cannot be read ({cause})")
-            failure = str(unread), str(unread.previous or "")
+            failure = self._own_name, str(unread), str(unread.previous or "")
         failures: list[Any] = gather_json(self._group, failure, self._device)
-        told = [(rank, *answer) for rank, answer in enumerate(failures) if answer is not None]
+        told = [answer for answer in failures if answer is not None]
         if told:
-            rank, text, previous = told[0]
-            alike = all(other == failures[0] for other in failures)
-            raise CheckpointError(
-                f"{'' if alike else f'rank {rank}: '}{text}", Path(previous) if previous else None
-            )
+            _, text, previous = told[0]
+            if any(answer is None or answer[1] != text for answer in failures):
+                text = "; ".join(f"{name}: {text}" for name, text, _ in told[:FAILURES_NAMED])
+                text += f"; and {len(told) - FAILURES_NAMED} ranks more" * (len(told) > FAILURES_NAMED)
+            raise CheckpointError(text, Path(previous) if previous else None)
         return result[0]
 
     def prune(self, keep: int | None) -> None:
