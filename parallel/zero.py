@@ -280,6 +280,10 @@ class ZeroDataParallel:
             for segment in bucket.whole_segments():
                 yield segment, whole[segment.start : segment.stop].view(segment.layout.local_shape)
 
+    def replicated(self) -> list[Tensor]:
+        """The flat weights that every data-parallel rank holds alike; none in stage 3."""
+        return [] if self.stage == 3 else [bucket.parameters for bucket in self.buckets]
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes that this rank's parameters, gradients and separate master weights take now."""
         sizes = {"parameters": 0, "gradients": 0, "masters": 0}

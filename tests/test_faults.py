@@ -29,6 +29,7 @@ from triaxis.engine.config import ConfigError, RunConfig, SaveStrategy, resolve
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.presence import Presence, clear_presence, dead_ranks
+from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
 from triaxis.engine.metrics import MetricsWriter, read_metrics
 from triaxis.engine.step import TrainingStep, _Chunk
@@ -195,6 +196,58 @@ def test_by_default_a_nan_ends_the_run_on_every_rank(flags: dict[str, Any], tmp_
         and "--on-nan skip" in told[0]
     )
     assert len(rows(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_are_equal_after_each_step_of_a_run(
+    zero: int, flags: dict[str, Any], tmp_path: Path
+) -> None:  # B41
+    """The loop that ships, five steps on two replicas."""
+    weights: dict[int, list[Tensor]] = {0: [], 1: []}
+    trained = TrainingStep.train
+
+    def noted(self: TrainingStep, *arguments: Any) -> Any:
+        result = trained(self, *arguments)
+        weights[self.mesh.rank].append(torch.cat([tensor.flatten() for _, tensor in held_weights(self)]))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingStep, "train", noted)
+        run({**flags, "dp": 2, "zero": zero, "steps": 5, "output_dir": str(tmp_path)})
+    assert len(weights[0]) == 5
+    assert all(map(torch.equal, weights[0], weights[1]))
+    assert not any(map(torch.equal, weights[0], weights[0][1:]))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_replicas_that_differ_end_the_run_before_it_is_saved(
+    dtype: str, flags: dict[str, Any], tmp_path: Path
+) -> None:  # B41
+    """One bit of one weight of one rank, after the second save."""
+    trained = TrainingStep.train
+
+    def strays(self: TrainingStep, *arguments: Any) -> Any:
+        result = trained(self, *arguments)
+        if self.mesh.rank == 3 and self.optimizer.steps == 5:
+            self.data_parallel.buckets[0].master.view(torch.int32)[7] ^= 1 << 20
+            self.data_parallel.publish()
+        return result
+
+    common = {
+        **flags,
+        "pp": 2,
+        "dp": 2,
+        "zero": 0,
+        "dtype": dtype,
+        "save_steps": 2,
+        "output_dir": str(tmp_path),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingStep, "train", strays)
+        with pytest.raises(ReplicaError, match="after step 6, but those of ranks 1, 3 are not"):
+            run(common)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000004"]
+    assert run({**common, "resume": "auto"}).steps == 6
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from triaxis.engine.checkpoint.manifest import RunState, SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.faults.replay import Row, choose_row, replay, rounding
+from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.resume import facts_of
 from triaxis.engine.faults.supervision import Watch
 from triaxis.engine.step import TrainingStep
@@ -102,7 +103,8 @@ class Saver:
     ) -> bool:
         """Saves if the step, the clock, a signal (`asked`), the end or the best evaluation so far wants it.
 
-        Returns whether it did anything that took time. Raises SaveError where the run must not go on without.
+        Returns whether it did anything that took time. Raises SaveError where the run must not go on without, and
+        ReplicaError where replicas differ.
         """
         best = eval_loss is not None and eval_loss < (counters.best_eval_loss or float("inf"))
         must = asked or (last and self._resolved.save_strategy != SaveStrategy.SIGNAL)
@@ -110,6 +112,7 @@ class Saver:
         if self._resolved.save_strategy == SaveStrategy.NO or not due:
             return self._commit()
         self._watch.at(counters.step, "saving")
+        check_replicas(self._training, counters.step)
         try:
             if best:
                 counters.best_eval_loss = eval_loss
