@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,22 @@ def test_a_read_only_disk_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
         assert texts[0] == texts[1]
         assert "Read-only file system" in texts[0]
         assert on_ranks(load_newest, tmp_path / "disk") == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_is_told_to_take_12_bytes_a_parameter(dtype: str, tmp_path: Path) -> None:  # B61
+    """fp32 masters and two moments; weights in bf16 are not stored beside them. File heads come on top."""
+
+    def main(world: World) -> tuple[int, int]:
+        step = open_step(world, LAYOUT, replace(MODEL, vocab_size=2000), "adamw, clip 1", dtype)
+        store = CheckpointStore(tmp_path, step)
+        store.save(state_at(1))
+        return store.size_bytes, step.plan.model.parameters()
+
+    for told, parameters in run_threads(2, main):
+        assert told == 12 * parameters
+        (path,) = complete_checkpoints(tmp_path)
+        assert told < sum(file.stat().st_size for file in path.glob("shard-*")) < 1.1 * told
 
 
 def test_folders_that_nodes_do_not_share_are_named(

@@ -130,7 +130,7 @@ def test_a_skipped_step_leaves_every_bit(
 
 def test_skipped_steps_are_counted_and_ten_in_a_row_end_the_run(
     flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> None:  # B95
     common = {**flags, "dp": 2, "on_nan": "skip", "output_dir": str(tmp_path)}
     with spoiled(1, range(2, 4), float("inf")):
         run(common)
@@ -178,7 +178,7 @@ def test_a_leap_of_the_gradient_norm_is_skipped_or_ends_the_run(
         run({**common, "output_dir": str(tmp_path / "stop")})
 
 
-def test_by_default_a_nan_ends_the_run_on_every_rank(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_by_default_a_nan_ends_the_run_on_every_rank(flags: dict[str, Any], tmp_path: Path) -> None:  # B96
     told: list[str] = []
     config = RunConfig(simulate=True, **{**flags, "dp": 2, "output_dir": str(tmp_path)})
     resolved = resolve(config, 2)
@@ -270,7 +270,7 @@ def full_disk(rank: int, saves: range) -> Iterator[None]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_when_a_save_fails_or_stops_if_asked(
     asynchronous: bool, flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> None:  # B60
     common = {**flags, "save_steps": 2, "output_dir": str(tmp_path / "a"), "async_save": asynchronous}
     with full_disk(-1, range(1, 2)):
         assert run(common).steps == 6
@@ -454,7 +454,7 @@ def test_a_disk_too_small_for_two_checkpoints_is_told_at_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # B61
     for free, warned in ((1 << 40, False), (1000, True)):
         usage = namedtuple("usage", "total used free")(1 << 40, 0, free)
         monkeypatch.setattr(

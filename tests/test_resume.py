@@ -49,7 +49,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=named)
-def test_two_halves_are_the_whole(layout: dict[str, Any], flags: dict[str, Any], tmp_path: Path) -> None:
+def test_two_halves_are_the_whole(
+    layout: dict[str, Any], flags: dict[str, Any], tmp_path: Path
+) -> None:  # B71
     """The signal comes within an epoch, with a learning rate on its way down and moments that matter."""
     half = layout.get("half", 3)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -69,7 +71,7 @@ def test_two_halves_are_the_whole(layout: dict[str, Any], flags: dict[str, Any],
 @pytest.mark.parametrize("step", [7, 8, 9])
 def test_the_schedule_and_the_samples_go_on_where_they_were(
     step: int, flags: dict[str, Any], tmp_path: Path
-) -> None:
+) -> None:  # B36
     """Step, learning rate and tokens, line for line; also where the save falls on an evaluation (7)."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = {**flags, "steps": 12, "eval_steps": 7}
@@ -77,6 +79,19 @@ def test_the_schedule_and_the_samples_go_on_where_they_were(
     run({**common, "output_dir": str(parts)}, ask_at=step)
     run({**common, "output_dir": str(parts), "resume": "auto"})
     assert rows(parts) == rows(whole)
+
+
+def test_the_rate_of_a_resumed_run_is_that_of_its_step(flags: dict[str, Any], tmp_path: Path) -> None:  # B35
+    """Warm-up 10, cosine to 100, from 1e-3 to 1e-4; saved at 40 and resumed, step 50 has 6.281e-4."""
+    common = {**flags, "steps": 100, "warmup_steps": 10, "learning_rate": 1e-3, "eval_batches": 0}
+    run({**common, "output_dir": str(tmp_path)}, ask_at=40)
+    run({**common, "output_dir": str(tmp_path), "resume": "auto"}, ask_at=10)
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, 51))
+    for row in found[10:]:
+        cosine = math.cos(math.pi * (row["step"] - 10) / 90)
+        assert row["lr"] == pytest.approx(1e-4 + 0.9e-3 * 0.5 * (1 + cosine), rel=1e-12)
+    assert found[49]["lr"] == pytest.approx(6.281e-4, abs=5e-8)
 
 
 def test_rows_after_the_checkpoint_are_cut_off(flags: dict[str, Any], tmp_path: Path) -> None:
@@ -125,7 +140,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
             run({**common, "resume": str(newest), "steps": 10})
 
 
-def test_a_model_that_is_not_the_saved_one_is_noticed(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_that_is_not_the_saved_one_is_noticed(flags: dict[str, Any], tmp_path: Path) -> None:  # B65
     """The stored batch's loss betrays it; on the same layout to the last bit, on another within rounding."""
     common = {**flags, "output_dir": str(tmp_path), "dp": 2}
     run({**common, "save_steps": 5, "steps": 10})
@@ -203,7 +218,7 @@ def test_another_run_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -
     assert told.steps == 20
 
 
-def test_a_larger_batch_goes_on_with_the_next_sample(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_larger_batch_goes_on_with_the_next_sample(flags: dict[str, Any], tmp_path: Path) -> None:  # B110
     """Ten steps of 8 sequences, then one of 16: the samples 80 to 95, and no other."""
     seen: list[int] = []
     common = {**flags, "output_dir": str(tmp_path), "lr_scheduler_type": "constant", "eval_steps": None}
@@ -222,7 +237,7 @@ def test_a_larger_batch_goes_on_with_the_next_sample(flags: dict[str, Any], tmp_
     assert seen == list(range(80, 96))
 
 
-def test_a_save_at_an_epochs_end_skips_nothing(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_save_at_an_epochs_end_skips_nothing(flags: dict[str, Any], tmp_path: Path) -> None:  # B111
     """Three epochs, saved at the end of each: from any of them, the run still has all its steps."""
     epochs = {key: value for key, value in flags.items() if key != "steps"} | {"num_train_epochs": 3.0}
     whole = tmp_path / "whole"
@@ -237,13 +252,17 @@ def test_a_save_at_an_epochs_end_skips_nothing(flags: dict[str, Any], tmp_path: 
 
 def test_nothing_left_to_do_is_said(
     flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> None:  # B65
     common = {**flags, "output_dir": str(tmp_path), "save_steps": 5, "steps": 5}
     done = run(common)
     again = run({**common, "resume": "auto"})
     assert (again.steps, again.loss) == (5, done.loss)
     assert len(rows(tmp_path)) == 5
-    assert "resumed at step 5" in capsys.readouterr().err
+    (path,) = complete_checkpoints(tmp_path)
+    loaded = (
+        f"resumed at step 5 from {path}: all {len(read_manifest(path).tensors)} tensors, and the stored row"
+    )
+    assert loaded in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -269,7 +288,7 @@ def test_elastic_keeps_the_global_batch(
         adapt(RunConfig(elastic=True), state, 5)
 
 
-def test_fewer_and_more_replicas_train_the_same_run(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_fewer_and_more_replicas_train_the_same_run(flags: dict[str, Any], tmp_path: Path) -> None:  # B110
     common = {**flags, "dtype": "fp64", "global_batch": 4, "microbatches": None}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run({**common, "output_dir": str(whole), "dp": 2})
