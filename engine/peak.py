@@ -1,11 +1,16 @@
-"""What the device could do at most: the denominator of MFU.
+"""What the device could do at most, the denominator of MFU; the most memory a rank had, and what keeps it small.
 
 GPU figures are the makers' dense 16-bit tensor-core peaks (data sheets of A100, H100/H800/H200, B200, MI300X).
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
+import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -19,6 +24,8 @@ GPU_PEAK_FLOPS = {
 }
 MEASURED_SIZE = 512
 MEASURED_SECONDS = 0.2
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # numbers of mallopt's options in glibc's malloc.h
+OWN_MAPPING_BYTES, KEPT_FREE_BYTES = 1 << 20, 1 << 24
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -37,10 +44,33 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return best
 
 
+def give_back_freed_memory(environment: Mapping[str, str]) -> bool:
+    """Has glibc map every tensor of 1 MiB or more by itself, so that a CPU rank holds what its tensors take.
+
+    By default glibc raises the limit up to 32 MiB and cuts tensors from a heap that aligned blocks fragment: a rank
+    held up to 40% more, and other bytes in each run. False, and nothing is done, where there is no glibc, or where the
+    environment settles it (MALLOC_…, GLIBC_TUNABLES). Costs up to 6% of a step's time (pages are made again).
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environment):
+        return False
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "gnu_get_libc_version"):
+        return False
+    settled = library.mallopt(MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+    return bool(settled and library.mallopt(TRIM_THRESHOLD, KEPT_FREE_BYTES))
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank had at once: allocated on a GPU, resident of the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    status = Path(
+        "/proc/self/status"
+    )  # getrusage would count what a parent held before it became this program
+    peak = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
+    if peak is not None:
+        return int(peak[1]) * 1024
     import resource  # noqa: PLC0415  (not on every platform)
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024

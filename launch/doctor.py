@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from triaxis.launch.planner.measure import Rates
 
 DESCRIPTION = """Says what this machine has (GPUs, links, NCCL or Gloo, kernels, and why others are not there), measures
-matrix products and collectives on all ranks at once for about 20 seconds, and writes hardware.toml, which
+matrix products and collectives on all ranks at once for about 20 seconds, without GPUs also the memory that a rank's
+process has before it has a model (context_bytes), and writes hardware.toml, which
 `triaxis plan --hardware hardware.toml` and `triaxis simulate` take."""
 
 
@@ -91,6 +92,7 @@ def _toml(rates: Rates) -> str:
         products=rates.products,
         collectives=rates.collectives,
         ranks=rates.ranks,
+        context_bytes=rates.context_bytes,
     )
 
 
@@ -98,6 +100,7 @@ def _measured(rates: Rates) -> dict[str, object]:
     return {
         "ranks": rates.ranks,
         "memory_bytes": rates.memory_bytes,
+        "context_bytes": rates.context_bytes,
         "memory_bytes_per_s": rates.memory_bytes_per_s,
         "launch_overhead_s": rates.launch_overhead_s,
         "products": [
@@ -144,6 +147,8 @@ def _show_rates(rates: Rates) -> None:
         f"memory {rates.memory_bytes_per_s / 1e9:,.1f} GB/s a rank; an operation on nothing "
         f"{rates.launch_overhead_s * 1e6:.1f} µs"
     )
+    if rates.context_bytes is not None:
+        console.print(f"a rank's process without a model {rates.context_bytes / 1e6:,.0f} MB")
     if rates.collectives:
         operations = list(dict.fromkeys(operation for operation, _ in rates.collectives))
         console.print(f"[bold]collectives over {rates.ranks} ranks, ms[/]")

@@ -49,11 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _refuse(error)
         time.sleep(SPEAKER_SECONDS)  # a launcher ends all ranks as soon as one is gone: rank 0 speaks first
         return EXIT_CONFIGURATION
-    from triaxis.launch.ranks import run_processes, run_simulated  # imports torch
+    from triaxis.engine.peak import give_back_freed_memory  # imports torch
+    from triaxis.launch.ranks import run_processes, run_simulated
 
     with held or nullcontext():
         if config.simulate:
             return run_simulated(config, resolved)
+        give_back_freed_memory(os.environ)
         return run_processes(config, resolved, launch)
 
 

@@ -47,6 +47,8 @@ class Hardware:
     efficiency: (FLOPs of a matrix product, share of the peak reached), ascending
     generation, constants: what training reaches of it; switched: False where a pair inside a node has only its link
     sustained: share of the peaks' clock that its power allows in long runs
+    context_bytes: what a rank's process holds besides its model's tensors (the interpreter, torch, data, groups), where
+    that was measured: on CPUs, by doctor; None: the software's own account
     """
 
     name: str
@@ -64,6 +66,7 @@ class Hardware:
     generation: str = MEASURED
     sustained: float = 1.0
     switched: bool = True
+    context_bytes: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s in `dtype`; ValueError where the accelerator has no such unit."""
@@ -168,6 +171,7 @@ def _hardware(values: Mapping[str, object], origin: str) -> Hardware:
     switched = values.get("switched", True)
     if not isinstance(switched, bool):
         raise ValueError(f"{origin}: `switched` must be true or false, but is {switched!r}")
+    context = values.get("context_bytes")
     return Hardware(
         name=_text(values["name"], "name", origin),
         source=_text(values["source"], "source", origin),
@@ -184,6 +188,7 @@ def _hardware(values: Mapping[str, object], origin: str) -> Hardware:
         generation=generation,
         sustained=_number(values.get("sustained", 1.0), "sustained", origin, positive=True),
         switched=switched,
+        context_bytes=None if context is None else _number(context, "context_bytes", origin),
     )
 
 

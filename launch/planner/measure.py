@@ -9,10 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from triaxis.launch.planner.context import measure_context
 from triaxis.parallel.group import Group
 from triaxis.parallel.process_world import open_process_world
 
@@ -39,6 +40,7 @@ class Rates:
 
     products: (dtype, FLOPs of a square product) → FLOP/s; the first dtype is the one trained in
     collectives: (operation, bytes of the whole tensor) → seconds; empty for a rank alone
+    context_bytes: of a rank's process besides its model's tensors; None on GPUs
     """
 
     device: str
@@ -48,6 +50,7 @@ class Rates:
     launch_overhead_s: float
     products: dict[tuple[str, float], float]
     collectives: dict[tuple[str, float], float]
+    context_bytes: float | None = None
 
 
 def default_ranks() -> int:
@@ -56,7 +59,15 @@ def default_ranks() -> int:
 
 
 def measure_machine(ranks: int, seconds: float) -> Rates:
-    """Starts a process for each rank and measures for about `seconds`. Raises RuntimeError if a rank fails."""
+    """Starts a process for each rank and measures for about `seconds`. Raises RuntimeError if a rank fails.
+
+    Without GPUs also the memory that a rank has before it has a model, by a short run (some seconds more).
+    """
+    rates = _measure_rates(ranks, seconds)
+    return rates if torch.cuda.is_available() else replace(rates, context_bytes=measure_context(ranks))
+
+
+def _measure_rates(ranks: int, seconds: float) -> Rates:
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, ranks, f"file://{folder}/store", seconds) for rank in range(ranks)]
         if ranks == 1:

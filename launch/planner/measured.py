@@ -55,6 +55,7 @@ def hardware_toml(
     products: Mapping[tuple[str, float], float],
     collectives: Mapping[tuple[str, float], float],
     ranks: int,
+    context_bytes: float | None = None,
 ) -> str:
     """A file that load_hardware takes. The network between machines is not measured: it gets the links inside."""
     dtypes = list(dict.fromkeys(dtype for dtype, _ in products))
@@ -67,6 +68,7 @@ def hardware_toml(
         f"name = {_quoted(name)}",
         f"source = {_quoted(source)}",
         f"memory_bytes = {_text(memory_bytes)}",
+        *_context(context_bytes),
         f"memory_bytes_per_s = {_text(memory_bytes_per_s)}",
         f"launch_overhead_s = {_text(launch_overhead_s)}",
         f"gpus_per_node = {ranks}",
@@ -82,6 +84,15 @@ def hardware_toml(
         f"inter = {written}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _context(nbytes: float | None) -> tuple[str, ...]:
+    if nbytes is None:
+        return ()
+    return (
+        "# of a rank's process besides its model's tensors: a run of a model that is next to nothing",
+        f"context_bytes = {_text(nbytes)}",
+    )
 
 
 def _text(value: float) -> str:

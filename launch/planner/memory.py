@@ -13,6 +13,7 @@ from typing import Final
 from triaxis.launch.planner.buckets import PASSES, Bucket, Parameter, fill, unreduced_elements
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, TRIAXIS, Layout, Recompute, Software
 from triaxis.launch.planner.shapes import Shape
+from triaxis.launch.planner.staging import process_bytes
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
 COMMUNICATOR_BYTES: Final = 0.4e9  # of each kind of communicator that a rank has
@@ -108,6 +109,7 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     updated = software.update_bytes * states[2] / software.state_bytes
     temporaries = max(temporaries, updated - activations - logits - buffers)
     allocated = sum(states) + activations + logits + buffers + temporaries
+    on_cpu = layout.hardware.context_bytes is not None
     return Memory(
         parameters=states[0],
         gradients=states[1],
@@ -116,8 +118,10 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
         logits=logits,
         buffers=buffers,
         temporaries=temporaries,
-        fragments=_fragmented(layout) * allocated,
-        context=software.context_bytes
+        fragments=0.0 if on_cpu else _fragmented(layout) * allocated,
+        context=process_bytes(layout, stage, layers, held=held, states=states, allocated=allocated)
+        if on_cpu
+        else software.context_bytes
         + (layout.replicas > 1) * software.bucket_bytes
         + COMMUNICATOR_BYTES * sum(size > 1 for size in (layout.tp, layout.pp, layout.replicas, layout.ep)),
         stage=stage,
