@@ -49,6 +49,10 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         raise LaunchError(f"`MASTER_PORT` must be from 1 to 65535, but is {port}; choose a free port")
     local_rank = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else size
+    if environment.get("LOCAL_WORLD_SIZE") and local_rank >= local_size:
+        raise LaunchError(
+            f"`LOCAL_RANK` must be less than LOCAL_WORLD_SIZE {local_size}, but is {local_rank}; start with torchrun"
+        )
     parts = (
         environment.get("TORCHELASTIC_RUN_ID", ""),
         str(port),

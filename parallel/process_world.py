@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from triaxis.parallel.failure import RankError, call_site
 from triaxis.parallel.group import Group, World
+from triaxis.parallel.port_holder import port_holder
 from triaxis.parallel.process_group import GlooGroup, ProcessGroup
 
 
@@ -81,6 +83,11 @@ def open_process_world(
     on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     place = torch.device(device or (f"cuda:{local_rank}" if on_cuda else "cpu"))
     if on_cuda:
+        if place.index is not None and place.index >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"`LOCAL_RANK` must be less than the {torch.cuda.device_count()} GPUs of this machine, but is "
+                f"{local_rank} on rank {rank}; start one process a GPU (torchrun --nproc-per-node gpu sets it)"
+            )
         torch.cuda.set_device(place)
     timeout = timedelta(seconds=timeout_seconds)
     backend = "nccl" if on_cuda else "gloo"
@@ -107,8 +114,11 @@ def _unreachable(rank: int, size: int, method: str | None, seconds: float, error
     address = method.removeprefix("tcp://") if method else "the launcher's MASTER_ADDR:MASTER_PORT"
     text = _first_line(error)
     if "EADDRINUSE" in text or "address already in use" in text:
+        port = re.search(r"port: (\d+)", text)
+        taken = f"port {port[1]}" if port else "the port"
+        holder = port_holder(int(port[1])) if port else "another process"
         return (
-            f"the port of {address} is taken, so that rank {rank} of {size} cannot open it; "
+            f"{taken} of {address} is taken by {holder}, so that rank {rank} of {size} cannot open it; "
             f"choose a free port, or end the run that holds it ({text})"
         )
     return (

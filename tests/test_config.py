@@ -192,10 +192,15 @@ def test_no_launcher_is_one_process() -> None:  # B156
         ({"WORLD_SIZE": "abc"}, "`WORLD_SIZE` must be a whole number, but is 'abc'"),
         ({"RANK": "2"}, "`RANK` must be less than WORLD_SIZE 2, but is 2"),
         ({"RANK": "-1"}, "`RANK` must be a whole number, but is '-1'"),
+        (
+            {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "2"},
+            "`LOCAL_RANK` must be less than LOCAL_WORLD_SIZE 2, but is 4",
+        ),
+        ({"LOCAL_RANK": "4(x2)"}, r"`LOCAL_RANK` must be a whole number, but is '4\(x2\)'"),
         ({"MASTER_PORT": "99999"}, "`MASTER_PORT` must be from 1 to 65535"),
     ],
 )
-def test_a_launcher_that_is_broken_is_named(changes: dict[str, str], words: str) -> None:  # B156
+def test_a_launcher_that_is_broken_is_named(changes: dict[str, str], words: str) -> None:  # B155, B156
     with pytest.raises(ValueError, match=words):
         read_launch(LAUNCHED | changes)
 

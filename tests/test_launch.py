@@ -100,7 +100,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:  # B150
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
         ranks = {
@@ -114,7 +114,11 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         done = run(train_command(1, "--dp", "2", "--output-dir", str(tmp_path)), **ranks)
     assert time.monotonic() - started < 30
     assert done.returncode == 1
-    assert "is taken" in done.stderr and "choose a free port" in done.stderr
+    assert (
+        f"port {port} of the launcher's MASTER_ADDR:MASTER_PORT is taken by process {os.getpid()} ("
+        in done.stderr
+    )
+    assert "choose a free port" in done.stderr and len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
 
 

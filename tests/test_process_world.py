@@ -124,12 +124,24 @@ def test_a_device_mesh_has_our_groups(tmp_path: Path) -> None:
         assert theirs == ours
 
 
-def test_a_taken_port_is_one_clear_error() -> None:
+def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # B155
+    """Where no LOCAL_RANK is set it is the rank: on a second node it has no GPU, and takes nobody else's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(
+        RuntimeError, match="`LOCAL_RANK` must be less than the 4 GPUs of this machine, but is 5 on rank 5"
+    ):
+        open_process_world(rank=5, size=8, local_rank=5, timeout_seconds=2)
+
+
+def test_a_taken_port_is_one_clear_error() -> None:  # B150
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(RuntimeError, match=f"the port of {address} is taken.*choose a free port"):
+        holder = rf"taken by process {os.getpid()} \(.+\), so that rank 0"
+        said = f"port {address.rpartition(':')[2]} of {address} is {holder}.*choose a free port"
+        with pytest.raises(RuntimeError, match=said):
             open_process_world(
                 rank=0, size=2, local_rank=0, timeout_seconds=2, init_method=f"tcp://{address}", device="cpu"
             )
