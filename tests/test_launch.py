@@ -122,6 +122,23 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:  # B150
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
+def test_jobs_that_start_at_once_choose_ports_of_their_own(tmp_path: Path) -> None:  # B150, B151
+    flags = ("--dp", "2", "--steps", "1", "--eval_batches", "0")
+    jobs = [
+        subprocess.Popen(
+            train_command(2, *flags, "--output-dir", str(tmp_path / str(number))),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for number in range(4)
+    ]
+    for job in jobs:
+        _, said = job.communicate(timeout=100)
+        assert job.returncode == 0, said
+
+
 def rank_processes(parent: int) -> dict[int, int]:
     """Processes of the ranks under a launcher, by rank."""
     found = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 
 import pytest
@@ -159,6 +160,69 @@ def test_activations_sent_are_not_kept_until_their_backward() -> None:
         return stage.most_outputs_alive
 
     assert run_threads(2, main)[0] <= 2
+
+
+class Sleeper(Stage):
+    """Computes as a stage does, and takes so long for it; a backward pass twice as long. busy_seconds: in all."""
+
+    def __init__(self, layers: list[nn.Linear], *, last: bool, microbatches: int, seconds: float) -> None:
+        super().__init__(layers, last=last, microbatches=microbatches)
+        self.seconds, self.busy_seconds, self.began = seconds, 0.0, 0.0
+
+    def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
+        began = time.perf_counter()
+        time.sleep(self.seconds)
+        output = super().forward(hidden, microbatch)
+        self.busy_seconds += time.perf_counter() - began
+        return output
+
+    def before_backward(self, microbatch: int) -> None:
+        self.began = time.perf_counter()
+        time.sleep(2 * self.seconds)
+
+    def after_backward(self, microbatch: int) -> None:
+        self.busy_seconds += time.perf_counter() - self.began
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual_stages", "bubble"), [("1f1b", 1, 3 / (8 + 3)), ("interleaved", 2, 3 / (2 * 8 + 3))]
+)
+def test_the_bubble_that_is_measured_is_the_formulas(
+    name: str, virtual_stages: int, bubble: float
+) -> None:  # B166
+    """(p-1)/(v·m+p-1) for 4 ranks and 8 microbatches, within 5 points; on a busy machine the best of several."""
+    pp, microbatches, seconds = 4, 8, 0.03 / virtual_stages
+    programs = lower(make_schedule(name, pp, microbatches, virtual_stages))
+    stages = pp * virtual_stages
+
+    def main(world: World) -> float:
+        group = world.new_group("pp", [range(pp)])
+        parts = cut(stages)
+        chunks = [
+            Sleeper(
+                parts[chunk * pp + group.rank],
+                last=chunk * pp + group.rank == stages - 1,
+                microbatches=microbatches,
+                seconds=seconds,
+            )
+            for chunk in range(virtual_stages)
+        ]
+        executor = PipelineExecutor(
+            group, programs[group.rank], chunks, activation_shape=[TOKENS, WIDTH], dtype=torch.float64,
+            device=world.device,
+        )  # fmt: skip
+        group.barrier()
+        start = time.perf_counter()
+        executor.run()
+        group.barrier()
+        return 1 - sum(chunk.busy_seconds for chunk in chunks) / (time.perf_counter() - start)
+
+    found = []
+    for _ in range(5):
+        found.append(sum(run_threads(pp, main)) / pp)
+        if abs(found[-1] - bubble) < 0.05:
+            return
+    raise AssertionError(f"bubbles of {found}, not {bubble}")
 
 
 def test_a_tensor_of_the_wrong_shape_is_refused() -> None:
