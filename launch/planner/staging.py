@@ -11,15 +11,53 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from triaxis.launch.planner.buckets import PASSES, UNDER_WAY, Bucket, Parameter, fill
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.operators import ELEMENT_BYTES
 
+BUCKET_ELEMENTS: Final = 1 << 25
+UNDER_WAY: Final = 2
+PASSES: Final = 4  # after which no buffer is new
 EXCHANGING_RANKS: Final = 2
 """Groups whose all-reduce is an exchange; Gloo's own, of more ranks, works in pieces."""
+OWN_MAPPING_BYTES: Final = 1 << 20
+"""Tensors from here on are given back when they are freed (engine/peak.py); smaller ones stay in the heap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    """elements; last: the layers that backward has been through when its last gradient comes."""
+
+    elements: float
+    last: int
+
+
+def process_bytes(
+    layout: Layout,
+    stage: int,
+    layers: int,
+    *,
+    held: float,
+    states: tuple[float, float, float],
+    allocated: float,
+) -> float:
+    """What a rank's process holds on a CPU besides the `allocated` bytes of tensors: its context and Gloo's copies.
+
+    held: activations that a layer keeps of one microbatch
+    """
+    context = layout.hardware.context_bytes
+    assert context is not None, "measured by doctor, on CPUs"
+    element = ELEMENT_BYTES[layout.dtype]
+    gradient = max(layout.software.gradient_bytes, element)
+    staged = staged_bytes(layout, stage, layers, gradient_bytes=gradient, activations=layers * held)
+    half = (
+        element == 2 and stage == layout.pp - 1
+    )  # products of 16 bits are made in fp32: the head's is the largest
+    product = 4 * layout.shape.embedding_parameters() / layout.tp if half else 0.0
+    return context + max(product, sum(states) + staged - allocated)
 
 
 def staged_bytes(
@@ -27,23 +65,27 @@ def staged_bytes(
 ) -> float:
     """Bytes besides model states at the highest moment of the reductions; 0 where nothing is copied.
 
-    activations: of one microbatch through the stage's layers, which go layer by layer
+    activations: of one microbatch through the stage's layers, which go layer by layer, unless they stay in the heap
     """
     shards = layout.shards
     if shards == 1 or not layout.trains_weights or (layout.zero == 0 and shards > EXCHANGING_RANKS):
         return 0.0
     buckets = sorted(_buckets(layout, stage, layers), key=lambda bucket: bucket.last)
     sizes = [gradient_bytes * bucket.elements for bucket in buckets]
-    left = [activations * min(1.0, max(0.0, 1 - bucket.last / layers)) for bucket in buckets]
+    widest = ELEMENT_BYTES[layout.dtype] * layout.tokens * layout.shape.ffn / layout.tp
+    stays = widest < OWN_MAPPING_BYTES
+    left = [activations * (1.0 if stays else max(0.0, 1 - bucket.last / layers)) for bucket in buckets]
     if layout.zero < 2:
         copies = list(accumulate(sizes))
         adding = sizes[0] / shards if layout.zero else 0.0
-        return max(*(held + here for held, here in zip(copies, left, strict=True)), copies[-1] + adding)
+        return max(
+            *(held + here for held, here in zip(copies, left, strict=True)), copies[-1] + left[-1] + adding
+        )
     return _sharded(layout, buckets, sizes, left)
 
 
 def _sharded(
-    layout: Layout, buckets: Sequence[Bucket], sizes: Sequence[float], beside: Sequence[float]
+    layout: Layout, buckets: Sequence[_Bucket], sizes: Sequence[float], beside: Sequence[float]
 ) -> float:
     """ZeRO 2 and 3: buffers of a pool, of which two at most are under way when the next is reduced.
 
@@ -85,42 +127,31 @@ def _sharded(
     return highest
 
 
-def _buckets(layout: Layout, stage: int, layers: int) -> list[Bucket]:
-    """A stage's buckets in the order of its parameters: times in layers since its backward began."""
+def _buckets(layout: Layout, stage: int, layers: int) -> list[_Bucket]:
+    """A stage's buckets, filled as parallel/zero.py fills them."""
     shape, tensor = layout.shape, layout.tp
     first, last = stage == 0, stage == layout.pp - 1
     table = shape.embedding_parameters() / tensor
     inputs = [inside * outside / tensor for inside, outside in shape.attention_matmuls()]
     inputs += [inside * outside / tensor for inside, outside in shape.mlp_matmuls(shape.ffn)]
-    units = [[Parameter(elements=shape.hidden, time=0)]] if last else []
+    units = [[(float(shape.hidden), 0)]] if last else []
     if first:
-        units.append([Parameter(elements=table, time=layers, until=layers)])
-    units += [
-        [Parameter(elements=size, time=layers - layer) for size in (shape.hidden, shape.hidden, *inputs)]
-        for layer in range(layers)
-    ]
+        units.append([(table, layers)])
+    units += [[(size, layers - layer) for size in (shape.hidden, *inputs)] for layer in range(layers)]
     if last and not (shape.tied and first):
-        units.append([Parameter(elements=table, time=0)])
+        units.append([(table, 0)])
     if layout.zero == 3:
-        return [bucket for unit in units for bucket in fill(unit)]
-    return fill([parameter for unit in units for parameter in unit])
+        return [bucket for unit in units for bucket in _filled(unit)]
+    return _filled([parameter for unit in units for parameter in unit])
 
 
-def process_bytes(
-    layout: Layout,
-    stage: int,
-    layers: int,
-    *,
-    held: float,
-    states: tuple[float, float, float],
-    allocated: float,
-) -> float:
-    """What a rank's process holds on a CPU besides the `allocated` bytes of tensors: its context and Gloo's copies.
-
-    held: activations that a layer keeps of one microbatch
-    """
-    context = layout.hardware.context_bytes
-    assert context is not None, "measured by doctor, on CPUs"
-    gradient = max(layout.software.gradient_bytes, ELEMENT_BYTES[layout.dtype])
-    staged = staged_bytes(layout, stage, layers, gradient_bytes=gradient, activations=layers * held)
-    return context + max(0.0, sum(states) + staged - allocated)
+def _filled(parameters: Sequence[tuple[float, int]]) -> list[_Bucket]:
+    """Consecutive parameters (elements, when the gradient comes) until a bucket is full."""
+    buckets: list[_Bucket] = []
+    for elements, time in parameters:
+        if not buckets or buckets[-1].elements >= BUCKET_ELEMENTS:
+            buckets.append(_Bucket(elements=elements, last=time))
+        else:
+            full = buckets[-1]
+            buckets[-1] = _Bucket(elements=full.elements + elements, last=max(full.last, time))
+    return buckets
