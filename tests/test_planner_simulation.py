@@ -12,10 +12,10 @@ import pytest
 from triaxis.engine.step import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.planner.cost import step_time
+from triaxis.launch.planner.engine_buckets import BUCKET_ELEMENTS
 from triaxis.launch.planner.hardware import load_hardware
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
 from triaxis.launch.planner.memory import memory
-from triaxis.launch.planner.operators import BUCKET_ELEMENTS
 from triaxis.launch.planner.shapes import shape_of
 from triaxis.launch.simulator.memory import memory_use
 from triaxis.launch.simulator.timeline import Prices, simulate

@@ -1,164 +1,163 @@
-"""The step of this engine in closed form: operators (operators.py), the pipeline's bubble, ZeRO's messages.
+"""The step of this engine in closed form: its operators (operators.py), its lane of data-parallel messages
+(engine_data.py) and its pipeline (engine_pipeline.py), walked with few microbatches that stand for many.
 
 The simulation traces the engine and replays every rank; this is its shape, and a test holds the two together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
+from collections.abc import Sequence
 
-from triaxis.launch.planner.collectives import collective_seconds, send_seconds
+from triaxis.launch.planner.collectives import send_seconds
+from triaxis.launch.planner.engine_buckets import Chunk, rank_chunks
+from triaxis.launch.planner.engine_data import IDLE, Passes, finished, foreign, later, parts_of, prices_of
+from triaxis.launch.planner.engine_pipeline import RANKS, Walked, compiled, walk, walked_microbatches
 from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
-from triaxis.launch.planner.operators import BUCKET_ELEMENTS, ELEMENT_BYTES, Operators, Part
+from triaxis.launch.planner.operators import ELEMENT_BYTES, Operators
 from triaxis.launch.planner.step import StepTime
-
-START_SMALL: Final = 12  # launches that begin a step
 
 
 def is_own(layout: Layout) -> bool:
-    """Whether the layout is one that this engine runs: dense, without context parallelism, no 8-bit products."""
-    plain = (
-        not layout.shape.experts and layout.shape.latent is None and layout.cp == 1 and layout.flash_attention
+    """Whether the layout is one that this engine runs: dense, all on the device, whole layers recomputed or none,
+    without context parallelism, no 8-bit products."""
+    shape = layout.shape
+    return (
+        layout.software is TRIAXIS
+        and not shape.experts
+        and shape.latent is None
+        and layout.cp == 1
+        and layout.flash_attention
+        and layout.recompute in (Recompute.NONE, Recompute.FULL)
+        and not layout.offloaded
+        and not layout.states_on_host
+        and layout.dtype in ELEMENT_BYTES
     )
-    return layout.software is TRIAXIS and plain and layout.dtype in ELEMENT_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """Seconds of one microbatch on one pipeline rank, and parameters of its units."""
-
-    forward: float
-    backward: float
-    again: float
-    messages: float
-    units: tuple[tuple[Part, float], ...]
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.again + self.messages
 
 
 def own_step_time(layout: Layout) -> StepTime:
-    """The step's time on the slowest pipeline rank."""
-    operators = Operators(layout)
-    stages = _stages(layout, operators)
-    longest = max(range(len(stages)), key=lambda rank: stages[rank].total)
-    slow, count, chunks = stages[longest], layout.microbatches, layout.virtual_stages
-    others = sum(stage.total for rank, stage in enumerate(stages) if rank != longest) / chunks
-    hop = _hop(layout, operators)
-    exposed, stalls = _data(layout, operators, stages, longest)
-    updated = max(sum(parameters for _, parameters in stage.units) for stage in stages)
-    if layout.zero:
-        updated /= layout.shards
-    return StepTime(
-        compute=count * (slow.forward + slow.backward),
-        recompute=count * slow.again,
-        tensor=count * slow.messages,
-        context=0.0,
-        expert=0.0,
-        pipeline=count * _crossing(layout, stages, longest, hop),
-        bubble=others + (layout.pp - 1) * (2 * hop + stalls / chunks),
-        data=exposed + count * stalls,
-        optimizer=operators.update(updated) + operators.seconds((), START_SMALL),
-        tokens=layout.global_batch * layout.sequence,
-        gpus=layout.gpus,
-    )
+    """The step's time, and what lengthens it on the pipeline rank that computes longest."""
+    return _OwnStep(layout).time()
 
 
-def _stages(layout: Layout, operators: Operators) -> list[_Stage]:
-    shape, full = layout.shape, layout.recompute == Recompute.FULL
-    block, embedding, head = operators.block(), operators.embedding(), operators.head()
-    counts = layout.stage_layers()
-    table = shape.embedding_parameters() / layout.tp
-    layer = shape.dense_parameters(routed=False) / layout.tp
-    stages = []
-    for rank, layers in enumerate(counts):
-        units = [(block, layer)] * layers
-        if rank == 0:
-            units.insert(0, (embedding, table + shape.bound_rows * shape.hidden))
-        if rank == layout.pp - 1:
-            units.append((head, 0.0 if shape.tied and layout.pp == 1 else table))
-        stages.append(
-            _Stage(
-                forward=sum(part.forward for part, _ in units),
-                backward=sum(part.backward for part, _ in units),
-                again=layers * block.forward if full else 0.0,
-                messages=sum(part.forward_messages + part.backward_messages for part, _ in units)
-                + (layers * block.forward_messages if full else 0.0),
-                units=tuple(units),
-            )
+class _OwnStep:
+    """One layout's step, while it is worked out."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.operators = layout, Operators(layout)
+        self.parts, self.prices = parts_of(layout), prices_of(layout)
+        self.reduces = layout.shards > 1 and layout.trains_weights
+        self.zero = layout.zero if self.reduces else 0
+        self.shards = layout.shards if self.zero else 1
+        held = rank_chunks(layout.shape, layout.tp, layout.pp, layout.virtual_stages, self.zero == 3)
+        alike = {
+            chunk: Passes(chunk, self.parts, self.prices, self.zero) for chunks in held for chunk in chunks
+        }
+        walked = layout.pp if layout.virtual_stages > 1 else min(layout.pp, RANKS)
+        self.walked = [*range(walked - 1), layout.pp - 1]  # the pipeline ranks
+        self.held = [held[rank] for rank in self.walked]
+        self.passes = [[alike[chunk] for chunk in chunks] for chunks in self.held]
+        settled = {chunk: passes.settled() for chunk, passes in alike.items()}
+        self.seconds = tuple(
+            tuple(seconds for chunk in chunks for seconds in settled[chunk][0]) for chunks in self.held
         )
-    return stages
+        self.plain = [sum(sum(alike[chunk].seconds) for chunk in chunks) for chunks in self.held]
+        self.longest = max(range(walked), key=lambda place: self.plain[place])
+        self.left_out = sum(sum(alike[chunk].seconds) for chunks in held[walked - 1 : -1] for chunk in chunks)
+        self.lanes = [settled[chunks[0]][1] for chunks in self.held]  # after the last backward
 
+    def time(self) -> StepTime:
+        layout, operators, parts = self.layout, self.operators, self.parts
+        count, stages, chunks = round(layout.microbatches), len(self.walked), layout.virtual_stages
+        period = stages if chunks > 1 else 1
+        walked = walked_microbatches(stages, chunks, count)
+        course = compiled(layout.schedule, stages, walked, chunks)
+        hops = self._hops()
+        own, middle = self.plain[self.longest], count - walked
+        found = walk(course, hops, self.seconds, period)
+        if self.reduces and self.zero < 2:
+            self._close(found)
+        wait = sum(slot[1 + (place + 1) % 2] for place, slot in enumerate(self.seconds[self.longest])) - own
+        through = (2 * hops[stages - 2] * (layout.pp - stages) * chunks + self.left_out) / chunks
+        beside = {held: self._summed(held) for held in self.held}
+        rests = [finished(lane) + beside[held] for lane, held in zip(self.lanes, self.held, strict=True)]
+        slow = max(range(stages), key=lambda place: found.ends[place] + rests[place])
+        summed = found.ends[slow] + rests[slow] + middle * found.each + through
+        data = count * wait + rests[slow]
+        idle = max(0.0, summed - count * own - data)
+        crossing = min(idle, count * max(0.0, found.each - own - wait)) if middle else 0.0
+        update, publish = max((self._update(held) for held in dict.fromkeys(self.held)), key=sum)
+        layers = sum(chunk.layers for chunk in self.held[self.longest])
+        again = layers * parts.block.forward if layout.recompute == Recompute.FULL else 0.0
+        compute = self._computing(self.held[self.longest])
+        return StepTime(
+            compute=count * compute,
+            recompute=count * again,
+            tensor=count * (own - compute - again),
+            context=0.0,
+            expert=0.0,
+            pipeline=crossing,
+            bubble=idle - crossing,
+            data=data + publish,
+            optimizer=update + operators.start(count, layout.gpus),
+            tokens=layout.global_batch * layout.sequence,
+            gpus=layout.gpus,
+        )
 
-def _crossing(layout: Layout, stages: list[_Stage], longest: int, hop: float) -> float:
-    """Seconds that 1F1B's slowest rank waits in each microbatch: a message each way, less what its neighbours spare."""
-    if layout.pp == 1 or layout.virtual_stages > 1 or layout.schedule == "gpipe":
-        return 0.0
-    beside = [stages[rank].total for rank in (longest - 1, longest + 1) if 0 <= rank < layout.pp]
-    return max(0.0, 2 * hop - (stages[longest].total - max(beside)))
+    def _close(self, found: Walked) -> None:
+        """ZeRO 0 and 1: gradients are reduced in the last microbatch's backward passes, the last chunk's first."""
+        for place, passes in enumerate(self.passes):
+            lane, told = IDLE, 0.0
+            for chunk in reversed(range(len(passes))):
+                end = found.closing[place][chunk]
+                lane = later(lane, end - passes[chunk].seconds[1] - told)
+                lane, told = passes[chunk].run(1, foreign(lane))[1], end
+            self.lanes[place] = lane
 
+    def _computing(self, chunks: tuple[Chunk, ...]) -> float:
+        """Seconds of a microbatch's products and other operators on a rank, nothing computed again."""
+        parts = self.parts
+        units = [(parts.block, sum(chunk.layers for chunk in chunks))]
+        units += [(parts.embedding, 1)] if chunks[0].first else []
+        units += [(parts.head, 1)] if chunks[-1].last else []
+        return parts.context * len(chunks) + sum(times * (p.forward + p.backward) for p, times in units)
 
-def _hop(layout: Layout, operators: Operators) -> float:
-    """Seconds of a hidden state's way to the next stage."""
-    if layout.pp == 1:
-        return 0.0
-    ranks = layout.group("pp")
-    boundary = layout.hardware.gpus_per_node
-    crossing = next((rank for rank in ranks if rank >= boundary), ranks[1])
-    return send_seconds(
-        operators.element * operators.outer * layout.shape.hidden, 0, crossing, layout.hardware
-    )
+    def _summed(self, chunks: tuple[Chunk, ...]) -> float:
+        """Seconds to sum a rank's gradients further, of replicated parts and tied tables, and for their norm."""
+        layout, operators = self.layout, self.operators
+        now = operators.norm(sum(chunk.elements for chunk in chunks) / layout.shards)
+        if layout.sequence_parallel and layout.tp > 1:
+            parts = [part for chunk in chunks for part in chunk.replicated]
+            now += operators.summed(
+                sum(min(some, size / self.shards) for some, size in parts), layout.group("tp")
+            )
+        if layout.shape.tied and layout.pp > 1 and (chunks[0].first or chunks[-1].last):
+            table = layout.shape.embedding_parameters() / layout.tp / self.shards
+            ends = layout.group("pp")
+            now += operators.summed(table, (ends[0], ends[-1]))
+        return now
 
+    def _update(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
+        """Seconds of the update of what a rank owns, and until everybody has it: gathers run behind the copies."""
+        elements = sum(chunk.elements for chunk in chunks)
+        buckets = sum(len(chunk.buckets) for chunk in chunks)
+        update, copied = self.operators.update(elements / self.shards, buckets)
+        if self.zero not in (1, 2):
+            return update + copied, 0.0
+        gathers = [
+            (self.prices.message("all_gather", size), count)
+            for chunk in chunks
+            for size, count in chunk.sizes
+        ]
+        gathered = sum(seconds * count for seconds, count in gathers)
+        one = gathers[-1][0]
+        return update + copied, max(gathered + copied / buckets, copied + one) - copied
 
-def _data(layout: Layout, operators: Operators, stages: list[_Stage], longest: int) -> tuple[float, float]:
-    """Exposed seconds of data-parallel messages: of the whole step, and for each microbatch of the slowest rank."""
-    if layout.shards == 1 or not layout.trains_weights:
-        return 0.0, 0.0
-    hardware, ranks = layout.hardware, layout.group("dp")
-
-    def over(operation: str, parameters: float, each: float) -> float:
-        return collective_seconds(operation, parameters * each, ranks, hardware) if parameters else 0.0
-
-    if layout.zero == 3:
-        return _gathered(layout, operators, stages[longest])
-    wide, element = operators.wide, operators.element
-    ends_last = stages[0]  # backward passes end on the first rank
-    total = sum(parameters for _, parameters in ends_last.units)
-    buckets = max(1, round(total / BUCKET_ELEMENTS))
-    operation = "all_reduce" if layout.zero == 0 else "reduce_scatter"
-    one = over(operation, total / buckets, wide)
-    computing = ends_last.backward + ends_last.again
-    last = max(one, buckets * one - computing * (buckets - 1) / buckets)
-    if layout.shape.tied and layout.pp > 1:
-        table = layout.shape.embedding_parameters() / layout.tp / (layout.shards if layout.zero else 1)
-        ends = layout.group("pp")
-        last += collective_seconds("all_reduce", wide * table, (ends[0], ends[-1]), hardware)
-    if layout.zero == 0:
-        return last, 0.0
-    publish = buckets * over("all_gather", total / buckets, element)
-    if layout.zero == 1:
-        return last + publish, 0.0
-    mine = sum(parameters for _, parameters in stages[longest].units)
-    added = operators.seconds([(0.0, 3 * wide * mine / layout.shards)], small=buckets)
-    hidden = stages[longest].total
-    return one + publish, added + max(0.0, buckets * one - hidden)
-
-
-def _gathered(layout: Layout, operators: Operators, stage: _Stage) -> tuple[float, float]:
-    """ZeRO 3: a unit's parameters come while the one before computes, both ways; sums take the same lane."""
-    hardware, ranks = layout.hardware, layout.group("dp")
-    full = layout.recompute == Recompute.FULL
-    units = []
-    for part, parameters in stage.units:
-        if parameters:
-            gather = collective_seconds("all_gather", parameters * operators.element, ranks, hardware)
-            scatter = collective_seconds("reduce_scatter", parameters * operators.wide, ranks, hardware)
-            forward = part.forward + part.forward_messages
-            units.append((gather, scatter, forward, part.backward + part.backward_messages + full * forward))
-    stalls = units[0][0] + units[0][1] + units[-1][0]  # the first unit of a pass has nothing to hide behind
-    for (gather, _, forward, _), (following, summed, _, backward) in pairwise(units):
-        stalls += max(0.0, following - forward) + max(0.0, gather + summed - backward)
-    return units[0][1], stalls
+    def _hops(self) -> tuple[float, ...]:
+        """Seconds of a hidden state's way from each pipeline rank to the next, the last one's to the first."""
+        layout, operators = self.layout, self.operators
+        ranks = layout.group("pp")
+        nbytes = operators.element * operators.outer * layout.shape.hidden
+        return tuple(
+            send_seconds(nbytes, ranks[rank], ranks[(rank + 1) % layout.pp], layout.hardware)
+            for rank in self.walked
+        )

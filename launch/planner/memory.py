@@ -7,12 +7,11 @@ layers keep for backward, part by part (C.3), times what the schedule holds at o
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Final
 
-from triaxis.launch.planner.buckets import PASSES, Bucket, Parameter, fill, unreduced_elements
+from triaxis.launch.planner.engine_memory import Held, own_memory, own_parameters
+from triaxis.launch.planner.engine_step import is_own
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, TRIAXIS, Layout, Recompute, Software
-from triaxis.launch.planner.shapes import Shape
 from triaxis.launch.planner.staging import process_bytes
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
@@ -68,14 +67,56 @@ class Memory:
 def memory(layout: Layout) -> Memory:
     """The memory of the fullest pipeline stage's ranks."""
     counts = layout.stage_layers()
-    candidates = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    candidates = sorted({0, 0 if is_own(layout) else min(1, layout.pp - 1), layout.pp - 1})
     return max((stage_memory(layout, stage, counts[stage]) for stage in candidates), key=lambda it: it.total)
 
 
 def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
-    """The memory of a rank of pipeline stage `stage`, which holds `layers` layers."""
+    """The memory of a rank of pipeline stage `stage`, which holds `layers` layers.
+
+    This engine's own layouts are followed through backward, as its trace is (engine_memory.py).
+    """
+    software = layout.software
+    kept = layer_activations(layout, _routed(layout, stage, layers) / layers)
+    held = _held(layout, kept)
+    if is_own(layout):
+        states = _states(layout, own_parameters(layout, stage), 0.0)
+        besides = own_memory(layout, stage)
+    else:
+        states, besides = _stage(layout, stage, layers, kept, held)
+    allocated = sum(states) + besides.total
+    on_cpu = layout.hardware.context_bytes is not None
+    return Memory(
+        parameters=states[0],
+        gradients=states[1],
+        optimizer=states[2],
+        activations=besides.activations,
+        logits=besides.logits,
+        buffers=besides.buffers,
+        temporaries=besides.temporaries,
+        fragments=0.0 if on_cpu else _fragmented(layout) * allocated,
+        context=process_bytes(layout, stage, layers, held=held, states=states, allocated=allocated)
+        if on_cpu
+        else software.context_bytes
+        + (layout.replicas > 1) * software.bucket_bytes
+        + COMMUNICATOR_BYTES * sum(size > 1 for size in (layout.tp, layout.pp, layout.replicas, layout.ep)),
+        stage=stage,
+    )
+
+
+def _held(layout: Layout, kept: float) -> float:
+    """Bytes of one microbatch between a layer's forward and backward, of the `kept` ones without recompute."""
+    inputs = ELEMENT_BYTES[layout.dtype] * layout.tokens * layout.shape.hidden / _outer(layout)
+    if layout.recompute in (Recompute.SELECTIVE, Recompute.MLP) and layout.flash_attention:
+        return max(kept * layout.software.selective_kept, inputs)
+    return inputs if layout.recompute == Recompute.FULL else kept
+
+
+def _stage(
+    layout: Layout, stage: int, layers: int, kept: float, held: float
+) -> tuple[tuple[float, float, float], Held]:
+    """Model states and what another engine holds besides. kept, held: of a layer's activations, see `_held`"""
     shape, software = layout.shape, layout.software
-    element = ELEMENT_BYTES[layout.dtype]
     routed = _routed(layout, stage, layers)
     last = stage == layout.pp - 1
     ends = int(stage == 0) + int(last)
@@ -91,11 +132,6 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
         dense += shape.bound_rows * shape.hidden
     expert = routed * expert_layer
     states = _states(layout, dense, expert)
-    kept = layer_activations(layout, routed / layers)
-    inputs = element * layout.tokens * shape.hidden / _outer(layout)
-    held = inputs if layout.recompute == Recompute.FULL else kept
-    if layout.recompute in (Recompute.SELECTIVE, Recompute.MLP) and layout.flash_attention:
-        held = max(kept * software.selective_kept, inputs)
     working = _layer_temporaries(layout) + (kept if layout.recompute == Recompute.FULL else 0.0)
     in_flight = layers_in_flight(layout, stage, layers)
     activations = in_flight * held * (1 - layout.offloaded)
@@ -104,28 +140,11 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     spare = software.spare_gradients * dense_layer
     logits = _logits(layout) if last else 0.0
     head_spare = software.spare_gradients * shape.embedding_parameters() / layout.tp if last else 0.0
-    buffers = _buffers(layout, stage, layers, dense_layer, expert_layer if routed else 0.0)
+    buffers = _buffers(layout, dense_layer + (expert_layer if routed else 0.0))
     temporaries = spare + (max(working - logits, head_spare) if last else working)
     updated = software.update_bytes * states[2] / software.state_bytes
     temporaries = max(temporaries, updated - activations - logits - buffers)
-    allocated = sum(states) + activations + logits + buffers + temporaries
-    on_cpu = layout.hardware.context_bytes is not None
-    return Memory(
-        parameters=states[0],
-        gradients=states[1],
-        optimizer=states[2],
-        activations=activations,
-        logits=logits,
-        buffers=buffers,
-        temporaries=temporaries,
-        fragments=0.0 if on_cpu else _fragmented(layout) * allocated,
-        context=process_bytes(layout, stage, layers, held=held, states=states, allocated=allocated)
-        if on_cpu
-        else software.context_bytes
-        + (layout.replicas > 1) * software.bucket_bytes
-        + COMMUNICATOR_BYTES * sum(size > 1 for size in (layout.tp, layout.pp, layout.replicas, layout.ep)),
-        stage=stage,
-    )
+    return states, Held(activations=activations, logits=logits, buffers=buffers, temporaries=temporaries)
 
 
 def _fragmented(layout: Layout) -> float:
@@ -264,83 +283,15 @@ def _logits(layout: Layout) -> float:
     return 6.0 * min(logits, chunk) + hidden + (product if element == 2 else 0.0)
 
 
-def _buffers(layout: Layout, stage: int, layers: int, dense_layer: float, expert_layer: float) -> float:
-    """Gathered parameters and unreduced gradients of ZeRO 2 and 3, and the pipeline's messages."""
+def _buffers(layout: Layout, layer: float) -> float:
+    """Gathered parameters and unreduced gradients of ZeRO 2 and 3, and the pipeline's messages. layer: parameters"""
     shape, software = layout.shape, layout.software
     element = ELEMENT_BYTES[layout.dtype]
     message = element * layout.tokens * shape.hidden / _outer(layout)
     messages = 4 * message if layout.pp > 1 else 0.0
-    table = shape.embedding_parameters() / layout.tp
-    unit = max(dense_layer + expert_layer, table)
+    unit = max(layer, shape.embedding_parameters() / layout.tp)
     if layout.shards == 1 or layout.zero < 2:
         return messages
-    if software is TRIAXIS:
-        following = table if stage == layout.pp - 1 else dense_layer  # the head, or the block before
-        gathered = element * (dense_layer + following) if layout.zero == 3 else 0.0
-        return messages + gathered + _unreduced(layout, stage, layers)
     if layout.zero == 2:
         return messages + BUCKETS_UNDER_WAY * software.gradient_bytes * unit / 2
     return messages + 2 * element * unit + software.reduce_bytes * unit
-
-
-def _unreduced(layout: Layout, stage: int, layers: int) -> float:
-    """Bytes of this engine's buffers for gradients that are not reduced yet."""
-    made, held = _bucket_elements(
-        layout.shape,
-        tensor=layout.tp,
-        layers=layers,
-        chunks=layout.virtual_stages,
-        first=stage == 0,
-        last=stage == layout.pp - 1,
-        whole_units=layout.zero == 3,
-        passes=int(min(layout.microbatches, PASSES)),
-    )
-    gradient = max(layout.software.gradient_bytes, ELEMENT_BYTES[layout.dtype])
-    return gradient * (made + held / layout.shards)
-
-
-@lru_cache(maxsize=8192)
-def _bucket_elements(
-    shape: Shape,
-    *,
-    tensor: int,
-    layers: int,
-    chunks: int,
-    first: bool,
-    last: bool,
-    whole_units: bool,
-    passes: int,
-) -> tuple[float, float]:
-    """Elements of a rank's gradient buffers, and of the buckets whose sums are under way."""
-    table = shape.embedding_parameters() / tensor
-    shared = shape.tied and first and last
-    apart = shape.tied and not (first and last)  # a tied table on two stages has a bucket of its own
-    root = [Parameter(elements=shape.hidden, time=0)] if last else []
-    if first and shape.bound_rows:
-        root.insert(0, Parameter(elements=shape.bound_rows * shape.hidden, time=layers + 1))
-    ends = [Parameter(elements=table, time=layers + 1)] if first and not apart else []
-    if shared:  # the embedding's gradient begins with the head's
-        root, ends = [Parameter(elements=table, time=0, until=layers + 1), *root], []
-    inputs = [inside * outside / tensor for inside, outside in shape.attention_matmuls()]
-    inputs += [inside * outside / tensor for inside, outside in shape.mlp_matmuls(shape.ffn)]
-    blocks = [
-        [Parameter(elements=size, time=layers - layer) for size in (shape.hidden, shape.hidden, *inputs)]
-        for layer in range(layers)
-    ]
-    head = [Parameter(elements=table, time=0)] if last and not shared and not apart else []
-    buckets: list[Bucket] = []
-    if apart and (first or last):
-        time = layers + 1 if first else 0
-        buckets.append(Bucket(elements=table, first=time, last=time))
-    for chunk in range(chunks):
-        share = -(-layers // chunks)
-        units = blocks[chunk * share : (chunk + 1) * share]
-        if chunk == 0:
-            units = [root, ends, *units] if not last or chunks == 1 else units
-        if chunk == chunks - 1:
-            units = [*units, head] if chunks == 1 or not last else [root, *units, head]
-        if whole_units:
-            buckets += [bucket for unit in units for bucket in fill(unit)]
-        else:
-            buckets += fill([parameter for unit in units for parameter in unit])
-    return unreduced_elements(buckets, passes)

@@ -11,18 +11,17 @@ here; `outer`, tokens between tensor-parallel parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds
-from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
+from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 HEAD_SMALL: Final = (24, 6)  # launches of the loss that depend on no size, forward and backward
-UPDATE_SMALL: Final = 30  # launches of the norm, the clip and the update beside those for each bucket
-UPDATE_BYTES: Final = 44  # for each parameter that a rank updates: norm, clip, AdamW; and 8 for a 16-bit copy
-BUCKET_ELEMENTS: Final = 1 << 25
+START_SMALL: Final = 12  # launches of a step before its first microbatch, and of clipping
+NORM_SMALL: Final = 10  # of the norm
 
 Operator = tuple[float, float]
 """FLOPs, bytes."""
@@ -30,12 +29,16 @@ Operator = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Seconds of a part of the model for one microbatch: computing, and waiting for tensor-parallel messages."""
+    """Seconds of a part of the model for one microbatch: computing, and waiting for tensor-parallel messages.
 
-    forward: float = 0.0
-    backward: float = 0.0
-    forward_messages: float = 0.0
-    backward_messages: float = 0.0
+    steps: of backward with its messages, up to each parameter's gradient (engine_buckets.py)
+    """
+
+    forward: float
+    backward: float
+    forward_messages: float
+    backward_messages: float
+    steps: tuple[float, ...]
 
 
 class Operators:
@@ -82,10 +85,11 @@ class Operators:
         """A 16-bit gradient goes into its fp32 place; wider ones are multiplied into it."""
         return [(0.0, 10 * weights)] if self.element == 2 else []
 
-    def _linear_backward(self, inputs: float, outputs: float) -> tuple[list[Operator], list[Operator]]:
-        """The products for the input's gradient, and those for the weight's."""
-        weight = [self.product(inputs, self.tokens, outputs), *self._into_bucket(inputs * outputs)]
-        return [self.product(self.tokens, outputs, inputs)], weight
+    def _input_gradient(self, inputs: float, outputs: float) -> list[Operator]:
+        return [self.product(self.tokens, outputs, inputs)]
+
+    def _weight_gradient(self, inputs: float, outputs: float) -> list[Operator]:
+        return [self.product(inputs, self.tokens, outputs), *self._into_bucket(inputs * outputs)]
 
     # Norms: RMS norms are many operators, layer norms one.
 
@@ -138,40 +142,60 @@ class Operators:
                 *self.traffic(outer * hidden, 3),
             ]
         )
-        down_input, down_weight = self._linear_backward(self.width, hidden)
-        up_input, up_weight = self._linear_backward(hidden, self.inner)
-        out_input, out_weight = self._linear_backward(self.query, hidden)
-        fused_input, fused_weight = self._linear_backward(hidden, self.fused)
         activation = self.traffic(tokens * self.width, *((2, 3, 3, 4) if gated else (3,)))
         heads = [
             self._attention(5, self.element * tokens * (2 * self.fused + 2 * self.query) + lse),
             *self.traffic(tokens * self.fused, 2),
             *self._rotary(),
         ]
-        sums = [
-            *self._bias_sum(outer * hidden),
-            *self._bias_sum(outer * hidden),
-            *self._bias_sum(tokens * self.inner),
-            *self._bias_sum(tokens * self.fused),
-        ]
-        residual = self.traffic(outer * hidden, 3, 3)
-        backward = self.seconds(
-            [
-                *down_input, *down_weight, *activation, *up_input, *up_weight,
-                *out_input, *out_weight, *heads, *fused_input, *fused_weight, *sums, *residual,
-            ],
-            small=2 + (4 if shape.biased else 0),
-        )  # fmt: skip
-        hidden_from = [self.seconds(up_input), self.seconds(fused_input)]
-        hidden_by = [self.seconds(up_weight), self.seconds(fused_weight)]
+        norm = self._norm_backward() + self.seconds(self.traffic(outer * hidden, 3))
+        small = 1 if shape.biased else 0
+        down = self._row_backward(self.width)
+        up, up_messages = self._column_backward(self.inner)
+        output = self._row_backward(self.query)
+        fused, fused_messages = self._column_backward(self.fused)
+        gather = self._gathered()
+        computing = (
+            down + self.seconds((), small),
+            up + self.seconds(activation, small),
+            norm,
+            output + self.seconds((), small),
+            fused + self.seconds(heads, small),
+            norm,
+        )
+        messages = (gather, up_messages, 0.0, gather, fused_messages, 0.0)
         return Part(
             forward=forward + 2 * self._norm(),
-            backward=backward + 2 * self._norm_backward(),
+            backward=sum(computing),
             forward_messages=2 * self._around(),
-            backward_messages=sum(
-                self._backward_messages(*pair) for pair in zip(hidden_from, hidden_by, strict=True)
-            ),
+            backward_messages=sum(messages),
+            steps=tuple(map(sum, zip(computing, messages, strict=True))),
         )
+
+    def _row_backward(self, inputs: float) -> float:
+        """Of a row-parallel layer, its gradient gathered."""
+        hidden = self.shape.hidden
+        products = [*self._input_gradient(inputs, hidden), *self._weight_gradient(inputs, hidden)]
+        return self.seconds([*self._bias_sum(self.outer * hidden), *products])
+
+    def _column_backward(self, outputs: float) -> tuple[float, float]:
+        """Of a column-parallel layer: computing, and what shows of messages that run behind its products: the input
+        is gathered again, and its gradient summed."""
+        hidden = self.shape.hidden
+        first = self.seconds(self._input_gradient(hidden, outputs))
+        second = self.seconds(self._weight_gradient(hidden, outputs))
+        computing = first + second + self.seconds(self._bias_sum(self.tokens * outputs))
+        nbytes = self.element * self.tokens * hidden
+        if not self.layout.sequence_parallel:
+            return computing, max(0.0, self.message("all_reduce", nbytes) - second)
+        gather, scatter = self._gathered(), self.message("reduce_scatter", nbytes)
+        return computing, max(0.0, gather - first) + max(0.0, scatter - second)
+
+    def _gathered(self) -> float:
+        """Seconds to gather a microbatch's tokens over tp, where they are cut."""
+        if not self.layout.sequence_parallel:
+            return 0.0
+        return self.message("all_gather", self.element * self.tokens * self.shape.hidden)
 
     def _bias_sum(self, elements: float) -> list[Operator]:
         return self.traffic(elements, 1) if self.shape.biased else []
@@ -182,14 +206,6 @@ class Operators:
         if self.layout.sequence_parallel:
             return self.message("all_gather", nbytes) + self.message("reduce_scatter", nbytes)
         return self.message("all_reduce", nbytes)
-
-    def _backward_messages(self, input_gradient: float, weight_gradient: float) -> float:
-        """What shows of them in backward: inputs are gathered again, and gradients summed, behind products."""
-        nbytes = self.element * self.tokens * self.shape.hidden
-        if not self.layout.sequence_parallel:
-            return max(0.0, self.message("all_reduce", nbytes) - weight_gradient)
-        gather, scatter = self.message("all_gather", nbytes), self.message("reduce_scatter", nbytes)
-        return gather + max(0.0, gather - input_gradient) + max(0.0, scatter - weight_gradient)
 
     # The ends.
 
@@ -204,18 +220,20 @@ class Operators:
             if added
             else []
         )
-        nbytes = self.element * size
         sums = "reduce_scatter" if self.layout.sequence_parallel else "all_reduce"
         zeroed = [(0.0, 2 * self.wide * table / self.layout.microbatches)]
-        gather = self.message("all_gather", nbytes) if self.layout.sequence_parallel else 0.0
         widened = [(0.0, size * (self.element + self.wide))] if self.element < self.wide else []
+        computing = (
+            self.seconds(position_gradient),
+            self.seconds([*self.traffic(size, 2), *zeroed, *widened, (0.0, 4 * self.wide * size)]),
+        )
+        gather = self._gathered()
         return Part(
             forward=self.seconds([*self.traffic(size, 2, 2), *positions], small=7),
-            backward=self.seconds(
-                [*self.traffic(size, 2), *zeroed, *widened, (0.0, 4 * self.wide * size), *position_gradient]
-            ),
-            forward_messages=self.message(sums, nbytes) if self.layout.tp > 1 else 0.0,
+            backward=sum(computing),
+            forward_messages=self.message(sums, self.element * size),
             backward_messages=gather,
+            steps=(computing[0], computing[1] + gather),
         )
 
     def head(self) -> Part:
@@ -241,32 +259,44 @@ class Operators:
             *(self._into_bucket(vocabulary * hidden) or [(0.0, 3 * w * vocabulary * hidden)]),
         ]
         nbytes = self.element * self.tokens * hidden
-        parallel = self.layout.sequence_parallel
-        gather = self.message("all_gather", nbytes) if parallel else 0.0
+        gather = self._gathered()
         small = self.message("all_reduce", 4 * self.tokens) + self.message("all_reduce", 8 * self.tokens)
-        sums = self.message("reduce_scatter" if parallel else "all_reduce", nbytes)
+        sums = self.message("reduce_scatter" if self.layout.sequence_parallel else "all_reduce", nbytes)
+        computing = (
+            chunks * self.seconds(backward) + self.seconds((), HEAD_SMALL[1]),
+            self._norm_backward(),
+        )
         return Part(
             forward=chunks * self.seconds(forward, small=2) + self._norm() + self.seconds((), HEAD_SMALL[0]),
-            backward=chunks * self.seconds(backward)
-            + self._norm_backward()
-            + self.seconds((), HEAD_SMALL[1]),
-            forward_messages=gather + (small if self.layout.tp > 1 else 0.0),
-            backward_messages=gather + (sums if self.layout.tp > 1 else 0.0),
+            backward=sum(computing),
+            forward_messages=gather + small,
+            backward_messages=gather + sums,
+            steps=(computing[0] + gather + sums, computing[1]),
         )
 
-    def update(self, parameters: float) -> float:
-        """Norm, clip, AdamW and the copy to 16 bits, of `parameters` that a rank owns."""
-        buckets = max(1, round(parameters * self._shards() / BUCKET_ELEMENTS))
-        copied = 8 if self.element < self.wide else 0
-        nbytes = parameters * (UPDATE_BYTES * self.wide / 4 + copied)
-        return self.seconds([(0.0, nbytes)], small=UPDATE_SMALL + 8 * buckets)
+    # The step around the microbatches.
 
-    def _shards(self) -> int:
-        return self.layout.shards if self.layout.zero else 1
+    def start(self, microbatches: int, ranks: int) -> float:
+        """Before the first microbatch: the tokens are counted, and all ranks agree on the scale and on the norm."""
+        agreed = [collective_seconds("all_reduce", nbytes, range(ranks), self.hardware) for nbytes in (8, 16)]
+        return self.seconds((), START_SMALL + 2 * microbatches) + sum(agreed)
 
+    def summed(self, elements: float, ranks: Sequence[int]) -> float:
+        """Gradients gathered in one tensor, summed over further ranks, and put back."""
+        if not elements:
+            return 0.0
+        nbytes = self.wide * elements
+        message = collective_seconds("all_reduce", nbytes, ranks, self.hardware)
+        return message + self.seconds([(0.0, 2 * nbytes), (0.0, 3 * nbytes)])
 
-def again(layout: Layout, block: Part) -> Part:
-    """What full recompute adds to a block's backward."""
-    if layout.recompute != Recompute.FULL:
-        return Part()
-    return Part(backward=block.forward, backward_messages=block.forward_messages)
+    def norm(self, elements: float) -> float:
+        """This rank's part of the gradients' norm."""
+        return self.seconds([(0.0, self.wide * elements)], small=NORM_SMALL)
+
+    def update(self, parameters: float, buckets: int) -> tuple[float, float]:
+        """Clip and AdamW of what a rank owns in so many buckets, and their copies to 16 bits."""
+        launch = self.hardware.launch_overhead_s
+        update = self.hardware.memory_seconds(10 * self.wide * parameters) + 5 * buckets * launch
+        if self.element == self.wide:
+            return update, 0.0
+        return update, self.hardware.memory_seconds(8 * parameters) + buckets * launch

@@ -1,0 +1,159 @@
+"""The buffers of unreduced gradients under ZeRO 2 and 3, followed through backward passes.
+
+parallel/zero.py takes a buffer from a pool when a bucket's first gradient comes, reduces the bucket when its last one
+has come, and gives the buffer back once UNDER_WAY later ones are under way. The pool keeps buffers by size. A bucket
+that spans the model (the last norm is registered with the embedding) needs a second buffer when the next microbatch
+begins before its reduction is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from operator import mul
+from typing import Final
+
+from triaxis.launch.planner.engine_buckets import UNDER_WAY, Chunk
+
+SETTLED: Final = 4  # passes through a chunk after which no buffer is new
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """From a moment of a chunk's backward on: elements of the buffers made, and of the reductions under way."""
+
+    moment: int
+    made: float
+    reduced: float
+
+
+NOTHING: Final = (Pooled(-1, 0.0, 0.0),)
+
+
+@lru_cache(maxsize=8192)
+def pooled(chunks: tuple[Chunk, ...], runs: tuple[tuple[int, int], ...]) -> tuple[Pooled, ...]:
+    """The last of these backward passes under ZeRO 2 and 3. runs: (chunk, passes through it one after the other)."""
+    pool = _Pool()
+    course: tuple[Pooled, ...] = NOTHING
+    for number, count in runs:
+        before: object = None
+        for _ in range(count):
+            course = pool.run(chunks[number], number)
+            if pool.state == before:
+                break  # those that follow are the same
+            before = pool.state
+    return course
+
+
+class _Pool:
+    """The buffers of unreduced gradients, as parallel/zero.py takes and gives them: kept by size, of reductions two."""
+
+    def __init__(self) -> None:
+        self._made, self._reduced = 0.0, 0.0
+        self._free = Counter[float]()
+        self._under_way: dict[
+            tuple[int, int], tuple[float, float]
+        ] = {}  # elements of the buffer, of its result
+        self._known: set[int] = set()
+
+    @property
+    def state(self) -> object:
+        """What the next pass depends on."""
+        return self._made, tuple(self._under_way.items())
+
+    def run(self, chunk: Chunk, number: int) -> tuple[Pooled, ...]:
+        """A backward pass. number: the chunk's, on its rank."""
+        course = [Pooled(-1, self._made, self._reduced)]
+        free, under_way, added = self._free, self._under_way, number in self._known
+        for moment, begins, bucket, elements in _events(chunk):
+            if begins:
+                if free[elements]:
+                    free[elements] -= 1
+                    continue
+                self._made += elements
+            else:
+                key = number, bucket
+                if key in under_way:
+                    self._finish(key)
+                result = elements if added else 0.0
+                under_way[key] = elements, result
+                self._reduced += result
+                if len(under_way) > UNDER_WAY:
+                    self._finish(next(iter(under_way)))
+            course.append(Pooled(moment, self._made, self._reduced))
+        self._known.add(number)
+        return tuple(course)
+
+    def _finish(self, key: tuple[int, int]) -> None:
+        buffer, result = self._under_way.pop(key)
+        self._free[buffer] += 1
+        self._reduced -= result
+
+
+@lru_cache(maxsize=4096)
+def _events(chunk: Chunk) -> tuple[tuple[int, bool, int, float], ...]:
+    """(moment, begins, number and elements of the bucket): its buffer is taken in that moment, or is reduced before."""
+    events = [(bucket.first, True, bucket.number, bucket.elements) for bucket in chunk.buckets]
+    events += [(bucket.last + 1, False, bucket.number, bucket.elements) for bucket in chunk.buckets]
+    return tuple(sorted(events))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A backward pass. chunk: through which; runs: it and those before it (see `pooled`); flying: forward passes of
+    each chunk not yet undone when it begins."""
+
+    chunk: int
+    runs: tuple[tuple[int, int], ...]
+    flying: tuple[int, ...]
+
+
+@lru_cache(maxsize=8192)
+def heaviest_passes(
+    schedule: str, pp: int, stage: int, microbatches: int, layers: tuple[int, ...]
+) -> tuple[Pass, ...]:
+    """The backward passes among the first, until buffers settle, that may be the peak: the latest with most in flight,
+    those after it in which new buffers come, and the heaviest through the chunks of the embedding and the head.
+
+    layers: of the rank's chunks; in the order of parallel.schedule.make_schedule
+    """
+    chunks, total = len(layers), microbatches * len(layers)
+    warmup = (chunks - 1) * pp + 2 * (pp - stage - 1) if chunks > 1 else pp - stage - 1
+    if schedule == "gpipe":
+        warmup = total
+    window = min(total, SETTLED if chunks == 1 else pp * (chunks + 1))
+    turns = [
+        number // pp % chunks for number in range(total)
+    ]  # of the chunks, forward; backward takes the last first
+    order = [chunks - 1 - turn for turn in turns[:window]]
+    begun = [0] * chunks
+    for turn in turns[:warmup]:
+        begun[turn] += 1
+    flying = []
+    for number, chunk in enumerate(order):
+        if warmup + number < total:
+            begun[turns[warmup + number]] += 1
+        flying.append(tuple(begun))
+        begun[chunk] -= 1
+    weights = [sum(map(mul, counts, layers)) for counts in flying]
+    latest = _latest(range(window), weights)
+    chosen = {latest}
+    for chunk in ([0] if stage == 0 else []) + ([chunks - 1] if stage == pp - 1 else []):
+        chosen.add(_latest([number for number in range(window) if order[number] == chunk], weights))
+    chosen.update(range(latest + 1, min(SETTLED, window)))
+    return tuple(
+        Pass(
+            chunk=order[number],
+            runs=tuple((chunk, min(len(list(run)), SETTLED)) for chunk, run in groupby(order[: number + 1])),
+            flying=flying[number],
+        )
+        for number in sorted(chosen)
+    )
+
+
+def _latest(numbers: Iterable[int], weights: Sequence[int]) -> int:
+    """Of the heaviest."""
+    return max(numbers, key=lambda number: (weights[number], number))
