@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.layout import Layout, Recompute
 from triaxis.launch.planner.operators import ELEMENT_BYTES
 
 BUCKET_ELEMENTS: Final = 1 << 25
@@ -50,14 +50,17 @@ def process_bytes(
     """
     context = layout.hardware.context_bytes
     assert context is not None, "measured by doctor, on CPUs"
-    element = ELEMENT_BYTES[layout.dtype]
+    shape, element = layout.shape, ELEMENT_BYTES[layout.dtype]
     gradient = max(layout.software.gradient_bytes, element)
-    staged = staged_bytes(layout, stage, layers, gradient_bytes=gradient, activations=layers * held)
-    half = (
-        element == 2 and stage == layout.pp - 1
-    )  # products of 16 bits are made in fp32: the head's is the largest
-    product = 4 * layout.shape.embedding_parameters() / layout.tp if half else 0.0
-    return context + max(product, sum(states) + staged - allocated)
+    # there SwiGLU keeps the gate's sigmoid in fp32 and fp64 (models/activation.py)
+    sigmoid = element * layout.tokens * shape.ffn / layout.tp if shape.gated and element > 2 else 0.0
+    again = layout.recompute == Recompute.FULL
+    kept = sigmoid * (1 if again else layers * min(layout.microbatches, layout.pp - stage))
+    activations = layers * (held if again else held + sigmoid)
+    staged = staged_bytes(layout, stage, layers, gradient_bytes=gradient, activations=activations)
+    # products of 16 bits are made in fp32: the head's gradient is the largest
+    wide = 4 * shape.embedding_parameters() / layout.tp if element == 2 and stage == layout.pp - 1 else 0.0
+    return context + max(kept + wide, sum(states) + staged - allocated)
 
 
 def staged_bytes(
@@ -76,11 +79,11 @@ def staged_bytes(
     stays = widest < OWN_MAPPING_BYTES
     left = [activations * (1.0 if stays else max(0.0, 1 - bucket.last / layers)) for bucket in buckets]
     if layout.zero < 2:
-        copies = list(accumulate(sizes))
-        adding = sizes[0] / shards if layout.zero else 0.0
-        return max(
-            *(held + here for held, here in zip(copies, left, strict=True)), copies[-1] + left[-1] + adding
-        )
+        going = max(held + here for held, here in zip(accumulate(sizes), left, strict=True))
+        over = [
+            sum(sizes[number:]) + size / shards for number, size in enumerate(sizes)
+        ]  # one after the other
+        return max(going, left[-1] + max(over)) if layout.zero else going
     return _sharded(layout, buckets, sizes, left)
 
 
@@ -103,7 +106,7 @@ def _sharded(
             element * (bucket.elements + after) for bucket, after in zip(buckets, following, strict=True)
         ]
 
-    def finish(index: int) -> None:
+    def finish(index: int) -> None:  # the sum is a new share before it is added
         nonlocal highest
         highest = max(highest, here + made + sum(held.values()) + sizes[index] / layout.shards)
         del held[index]
@@ -124,6 +127,9 @@ def _sharded(
             highest = max(highest, here + made + sum(held.values()))
             while len(under_way) > UNDER_WAY:
                 finish(under_way.popleft())
+    here = beside[-1]
+    while under_way:
+        finish(under_way.popleft())
     return highest
 
 
