@@ -95,7 +95,9 @@ def sampled() -> list[tuple[Layout, ModelConfig, str, str]]:
     sampled(),
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
-def test_a_sampled_layout_agrees(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> None:
+def test_a_sampled_layout_agrees(
+    layout: Layout, model: ModelConfig, rule: str, dtype: str
+) -> None:  # B01, B05, B10
     assert disagreements_are_none(layout, model, rule, dtype)
 
 
@@ -110,7 +112,7 @@ def disagreements_are_none(layout: Layout, model: ModelConfig, rule: str, dtype:
     [pytest.param(n, marks=[pytest.mark.full] if n in LONG_ROWS else []) for n in range(len(ROWS))],
     ids=lambda number: str(ROWS[number]),
 )
-def test_a_layout_agrees_in_float64(number: int) -> None:
+def test_a_layout_agrees_in_float64(number: int) -> None:  # B01, B05, B10
     layout = ROWS[number]
     model = model_for(layout, tied=layout.pp > 1)
     assert disagreements_are_none(layout, model, list(RULES)[number % len(RULES)], "fp64")

@@ -83,7 +83,7 @@ def control(ranks: int) -> int:
 )
 def test_data_parallel_bytes(
     dtype: str, accumulate_dtype: str | None, dp: int, microbatches: int, zero: int
-) -> None:
+) -> None:  # B160
     """2·Ψ·(n-1)/n; ZeRO-2 reduces, and ZeRO-3 also gathers twice, for each microbatch."""
     ranks = traffic(
         Topology(dp=dp), microbatches=microbatches, zero=zero, dtype=dtype, accumulate_dtype=accumulate_dtype
@@ -121,7 +121,7 @@ def test_zero_3_moves_no_more_where_the_embedding_is_tied() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_data_parallel_bytes_do_not_grow_with_accumulation(zero: int) -> None:
+def test_data_parallel_bytes_do_not_grow_with_accumulation(zero: int) -> None:  # B160, B161
     one, eight = (traffic(Topology(dp=2), microbatches=count, zero=zero) for count in (1, 8))
     assert [sent.groups for sent in one] == [sent.groups for sent in eight]
 

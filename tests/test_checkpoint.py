@@ -33,7 +33,7 @@ EXACT = [
 )
 def test_a_resumed_run_is_bit_identical(
     layout: Layout, dtype: str, rule: str, model: ModelConfig, tmp_path: Path
-) -> None:
+) -> None:  # B71, B75
     def straight(world: World) -> tuple[list[StepResult], list[Tensor]]:
         step = open_step(world, layout, model, rule, dtype)
         results = train(step, layout, range(3))
@@ -94,7 +94,9 @@ def sampled_pairs() -> list[tuple[Layout, Layout, bool]]:
 
 
 @pytest.mark.parametrize(("saved", "resumed", "tied"), sampled_pairs(), ids=lambda part: str(part))
-def test_any_topology_reads_any_others(saved: Layout, resumed: Layout, tied: bool, tmp_path: Path) -> None:
+def test_any_topology_reads_any_others(
+    saved: Layout, resumed: Layout, tied: bool, tmp_path: Path
+) -> None:  # B66, B81
     model = model_for(saved, tied=tied)
     rule, dtype = "adamw, clip 1", "fp64"
     global_batch = 6  # every dp here divides it

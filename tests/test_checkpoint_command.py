@@ -73,7 +73,7 @@ def test_diff_names_what_differs(run_folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_resharded_checkpoint_is_the_same_and_loads(
     files: int, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> None:  # B76
     assert main(["reshard", str(run_folder), "--out", str(tmp_path), "--files", str(files)]) == 0
     (path,) = complete_checkpoints(tmp_path)
     sizes = [file.size_bytes for file in read_manifest(path).files.values()]

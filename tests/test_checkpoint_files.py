@@ -85,7 +85,7 @@ def test_replicas_are_balanced_over_ranks_and_written_once(tmp_path: Path) -> No
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:  # B145
     save_steps(tmp_path, 1)
     path = complete_checkpoints(tmp_path)[0]
     chunks: dict[str, Tensor] = {}
@@ -223,7 +223,7 @@ def test_one_giant_tensor_among_many_small_ones(resumed: Layout, tmp_path: Path)
     assert after[0][1] == pytest.approx(before[0][1], rel=1e-6)
 
 
-def test_leftovers_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
+def test_leftovers_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:  # B60
     save_steps(tmp_path, 1)
     leftover = tmp_path / FOLDER / ".tmp-step-00000009-dead"
     leftover.mkdir()
@@ -292,7 +292,7 @@ def test_damage_is_found_named_and_the_previous_offered(
     assert (step, untouched) == (1, True)
 
 
-def test_another_model_or_optimizer_is_refused_with_every_name(tmp_path: Path) -> None:
+def test_another_model_or_optimizer_is_refused_with_every_name(tmp_path: Path) -> None:  # B85
     save_steps(tmp_path, 1, 2)
     path = complete_checkpoints(tmp_path)[1]
     document = json.loads((path / MANIFEST).read_text())

@@ -32,7 +32,7 @@ def one_step(world: World, layout: Layout, directory: Path) -> tuple[Pieces, Pie
 
 @pytest.mark.processes
 @pytest.mark.parametrize("sharded", [Layout(dp=2, zero=3, data_parallel="fsdp")], ids=str)
-def test_zero_to_fsdp_and_back(sharded: Layout, tmp_path: Path) -> None:
+def test_zero_to_fsdp_and_back(sharded: Layout, tmp_path: Path) -> None:  # B81
     before, after = Layout(tp=2, pp=2, zero=1), Layout(dp=4, zero=3)
     runs = [
         run_threads(before.size, lambda world: one_step(world, before, tmp_path)),

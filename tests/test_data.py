@@ -76,7 +76,7 @@ def assert_row(row: Sample, tokens: list[int], labels: list[int], positions: lis
         assert array.dtype == np.int64
 
 
-def test_a_window_restarts_positions_and_has_no_loss_across_a_border() -> None:
+def test_a_window_restarts_positions_and_has_no_loss_across_a_border() -> None:  # B125
     source = stream([3, 2, 6], 4)  # 10 11 12 20 | 21 30 31 32 | 33 34 35
     first, second, third = (source.sample(0, index) for index in range(3))
     assert_row(first, [A, A + 1, A + 2, B], [A + 1, A + 2, IGNORED, B + 1], [0, 1, 2, 0])
@@ -176,7 +176,7 @@ def test_stdlib_of_this_python() -> None:
         open_source("stdlib", split="test", sequence_length=64)
 
 
-def test_each_epoch_has_each_row_once_in_an_order_of_its_own_at_any_dp() -> None:  # B105
+def test_each_epoch_has_each_row_once_in_an_order_of_its_own_at_any_dp() -> None:  # B105, B106
     source = numbered(64)
     orders = []
     for data_size in (1, 2, 4):
@@ -200,7 +200,7 @@ def test_the_order_is_the_same_for_ever() -> None:
     assert epoch_order(8, seed=0, epoch=0).tolist() == ORDER_OF_SEED_0
 
 
-def test_a_rank_gets_consecutive_samples_of_the_global_batch() -> None:
+def test_a_rank_gets_consecutive_samples_of_the_global_batch() -> None:  # B106
     source, order = numbered(64), epoch_order(64, seed=7, epoch=0).tolist()
     batches = loader(source, data_rank=1, data_size=2).step_batches(1)
     assert [ids([batch]) for batch in batches] == [order[12:14], order[14:16]]

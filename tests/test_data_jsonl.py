@@ -75,7 +75,7 @@ def test_a_bad_line_is_named_or_left_out(tmp_path: Path, line: bytes) -> None:  
 @pytest.mark.parametrize("empty", [{"text": ""}, {"text": " \n\t"}, {"messages": []}], ids=str)
 def test_empty_documents_are_counted_and_left_out(
     tmp_path: Path, place: int, empty: dict[str, object]
-) -> None:
+) -> None:  # B115
     lines: list[bytes | dict[str, object]] = [{"text": "a"}, {"text": "b"}]
     lines.insert(place, empty)
     source = open_source(write(tmp_path / "x.jsonl", *lines), split="train", sequence_length=4)
@@ -85,7 +85,7 @@ def test_empty_documents_are_counted_and_left_out(
         open_source(write(tmp_path / "y.jsonl", empty), split="train", sequence_length=4)
 
 
-def test_byte_order_mark_line_ends_blank_and_long_lines(tmp_path: Path) -> None:
+def test_byte_order_mark_line_ends_blank_and_long_lines(tmp_path: Path) -> None:  # B115
     path = tmp_path / "x.jsonl"
     text = "x" * 1_000_000
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "%s"}\r\n{"text": "c"}' % text.encode())

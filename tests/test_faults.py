@@ -413,7 +413,7 @@ def test_a_dead_rank_is_told_from_one_that_lives_or_left(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_path: Path) -> None:  # B91
     """Rank 1 sleeps where it should read data. Both write down where they are; one tells it, and the run ends."""
     told: list[str] = []
     over = threading.Event()

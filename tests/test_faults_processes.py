@@ -58,7 +58,7 @@ def straight(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(("number", "asked"), [(signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,))])
 def test_a_signal_saves_and_the_next_start_goes_on(
     number: int, asked: tuple[int, ...], flags: dict[str, Any], straight: Path, tmp_path: Path
-) -> None:
+) -> None:  # B100
     """To all ranks (twice, as a scheduler and a launcher both send it), or to one: agreed by all, saved once."""
     given = arguments({**flags, "output_dir": str(tmp_path)})
     with Ranks(2, given, tmp_path / "log") as ranks:
@@ -77,7 +77,9 @@ def test_a_signal_saves_and_the_next_start_goes_on(
     assert not list(tmp_path.glob(".alive-*"))
 
 
-def test_a_rank_that_is_killed_is_named_and_the_others_end(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named_and_the_others_end(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:  # B91
     given = arguments({**flags, "steps": 100000, "output_dir": str(tmp_path)})
     with Ranks(2, given, tmp_path / "log") as ranks:
         wait_for_steps(ranks, tmp_path, 3)
@@ -88,7 +90,7 @@ def test_a_rank_that_is_killed_is_named_and_the_others_end(flags: dict[str, Any]
         assert "rank 1 (dp 0, pp 0, tp 1) died without a word" in ranks.said()
 
 
-def test_a_rank_that_hears_nothing_of_a_death_ends_too(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_hears_nothing_of_a_death_ends_too(flags: dict[str, Any], tmp_path: Path) -> None:  # B91
     """As in a collective that never fails: only the free lock of the dead tells, and a signal does not help."""
 
     def deaf(rank: int) -> None:
@@ -114,7 +116,7 @@ def test_a_rank_that_hears_nothing_of_a_death_ends_too(flags: dict[str, Any], tm
 
 def test_a_stopped_rank_is_named_and_who_asks_twice_is_in_a_hurry(
     flags: dict[str, Any], tmp_path: Path
-) -> None:
+) -> None:  # B91, B100
     """Others write down where they wait. A signal alone cannot end them here; a second one can, within seconds."""
     given = arguments({**flags, "steps": 100000, "output_dir": str(tmp_path)})
     with Ranks(2, [*given, "--hang-timeout", "6"], tmp_path / "log") as ranks:
@@ -139,7 +141,7 @@ def test_a_stopped_rank_is_named_and_who_asks_twice_is_in_a_hurry(
 
 def test_a_signal_before_the_first_step_says_that_nothing_was_due(
     flags: dict[str, Any], tmp_path: Path
-) -> None:
+) -> None:  # B101
     def never_meet(rank: int) -> None:
         def wait(**_: object) -> None:
             (tmp_path / "waits").touch()

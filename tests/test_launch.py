@@ -158,7 +158,7 @@ def rank_processes(parent: int) -> dict[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.full), 3])
-def test_a_killed_rank_ends_the_run(killed: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run(killed: int, tmp_path: Path) -> None:  # B91
     flags = ["--tp", "2", "--pp", "2", "--steps", "100000", "--output-dir", str(tmp_path)]
     with subprocess.Popen(
         train_command(4, *flags), stderr=subprocess.PIPE, text=True, env=environment()
@@ -207,7 +207,7 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
         ({"RANK": "1", "WORLD_SIZE": "abc", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}, "'abc'"),
     ],
 )
-def test_a_launchers_mistake_is_named_on_any_rank(variables: dict[str, str], word: str) -> None:
+def test_a_launchers_mistake_is_named_on_any_rank(variables: dict[str, str], word: str) -> None:  # B156
     done = run(train_command(1), **variables)
     assert done.returncode == 2
     assert word in done.stderr

@@ -96,7 +96,7 @@ def measure(dp: int, zero: int, accumulate_dtype: str | None, bucket_elements: i
 @pytest.mark.parametrize(("dp", "bucket_elements"), [(2, 1 << 20), (4, 20_000)])
 def test_model_states_equal_the_formulas(
     dp: int, bucket_elements: int, zero: int, accumulate_dtype: str | None
-) -> None:
+) -> None:  # B146
     ranks = measure(dp, zero, accumulate_dtype, bucket_elements)
     whole, shared = FORMULAS[accumulate_dtype][zero]
     for rank in ranks:

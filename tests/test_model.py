@@ -199,7 +199,7 @@ def float64_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_equal_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_gradients_equal_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # B81
     float64_norms(monkeypatch)
     config = MODELS[name]
     stage, batch, oracle = on_one_rank(config), make_batch(config), make_oracle(config)
@@ -246,7 +246,7 @@ PACKED = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_do_not_see_each_other(
     name: str, tensor_size: int, sequence_parallel: bool, recompute: bool
-) -> None:
+) -> None:  # B125, B126
     """B125, B126: other tokens before a document change nothing in it, and it equals the document alone."""
     config = MODELS[name]
     batch = make_batch(config, 1, 16, PACKED)
@@ -285,7 +285,7 @@ def test_recompute_is_exact(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tensor_size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_tensor_ranks_equal_one(name: str, tensor_size: int, sequence_parallel: bool) -> None:
+def test_tensor_ranks_equal_one(name: str, tensor_size: int, sequence_parallel: bool) -> None:  # B56
     """The loss, and every gradient after its layout's sums; at tp=4 two key/value heads are copied."""
     config = MODELS[name]
     batch = make_batch(config)

@@ -9,11 +9,11 @@ import pytest
 from triaxis.parallel.partition import partition_layers, partition_stages
 
 
-def test_uneven_counts_put_the_longer_parts_first() -> None:
+def test_uneven_counts_put_the_longer_parts_first() -> None:  # B45
     assert [len(part) for part in partition_layers(30, 4)] == [8, 8, 7, 7]
 
 
-def test_every_layer_is_in_one_part_and_none_is_empty() -> None:
+def test_every_layer_is_in_one_part_and_none_is_empty() -> None:  # B45
     for layers in range(1, 20):
         for parts in range(1, layers + 1):
             cut = partition_layers(layers, parts, first_extra=1.5, last_extra=3.0)
@@ -51,7 +51,7 @@ def test_the_head_makes_the_last_part_shorter() -> None:
 )
 def test_more_stages_than_layers_names_what_works(
     layers: int, pp: int, virtual_stages: int, hint: str
-) -> None:
+) -> None:  # B45
     with pytest.raises(ValueError) as caught:
         partition_stages(layers, pp, virtual_stages)
     assert hint in str(caught.value)

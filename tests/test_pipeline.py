@@ -104,7 +104,7 @@ def reference(stages: int, microbatches: int) -> tuple[Gradients, list[Tensor]]:
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])
 def test_gradients_and_losses_equal_one_rank(
     name: str, pp: int, virtual_stages: int, microbatches: int
-) -> None:
+) -> None:  # B46
     programs = lower(make_schedule(name, pp, microbatches, virtual_stages))
     stages = pp * virtual_stages
 

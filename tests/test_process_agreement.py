@@ -27,7 +27,7 @@ ROWS = [
 @pytest.mark.parametrize(("layout", "model", "rule"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
 def test_processes_train_the_thread_worlds_model(
     layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
-) -> None:
+) -> None:  # B25
     main = process_main(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
     ranks = run_processes(layout.size, tmp_path, main)
     failures = [rank for rank in ranks if not isinstance(rank, tuple)]

@@ -89,7 +89,7 @@ def test_all_members_get_the_same_bits(tmp_path: Path) -> None:
     assert results[1:] == results[:1] * 3
 
 
-def test_a_killed_process_is_told_to_the_others(tmp_path: Path) -> None:
+def test_a_killed_process_is_told_to_the_others(tmp_path: Path) -> None:  # B91
     def main(world: World) -> tuple[float, str]:
         group = world.new_group("all", [range(world.size)])
         group.barrier()

@@ -64,7 +64,7 @@ def test_the_lowered_program_is_the_known_one() -> None:
     assert " ".join(map(str, last)) == "0→0F0 0→0F1 0F0 0B0 0B0→0 0F1 0B1 0B1→0"
 
 
-def test_every_schedule_is_complete_ordered_and_free_of_deadlock() -> None:
+def test_every_schedule_is_complete_ordered_and_free_of_deadlock() -> None:  # B46
     for schedule in grid():
         check(schedule)
     for virtual_stages in range(1, 5):
@@ -111,7 +111,7 @@ def test_microbatches_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 5)])
-def test_bubble_is_the_formula(forward: int, backward: int) -> None:
+def test_bubble_is_the_formula(forward: int, backward: int) -> None:  # B166
     for schedule in grid():
         if schedule.name == "interleaved" and schedule.microbatches % schedule.pp:
             continue
@@ -261,7 +261,7 @@ def test_the_drawing_is_the_simulation() -> None:
     assert svg(schedule).count("<rect") == len(spans) + 1
 
 
-def test_the_command_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # B166
     picture = tmp_path / "s.svg"
     assert (
         command.main(["--schedule", "1f1b", "--pp", "4", "--microbatches", "8", "--svg", str(picture)]) == 0

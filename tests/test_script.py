@@ -172,7 +172,9 @@ def test_before_the_time_limit_ranks_save_and_the_job_is_requeued(
     assert len(words(tmp_path)) == 2, "started again although it was to stop"
 
 
-def test_eight_tasks_a_node_are_refused_by_the_script_itself(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_eight_tasks_a_node_are_refused_by_the_script_itself(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:  # B155
     done = subprocess.run(
         script(tmp_path, slurm_script(JOB), "true"),
         env={**slurm, "SLURM_NTASKS_PER_NODE": "8"},

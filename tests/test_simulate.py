@@ -47,7 +47,9 @@ def test_the_answer_for_people_and_for_programs(tmp_path: Path, capsys: pytest.C
     assert "<html" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_recompute_costs_hardware_flops_and_saves_activations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recompute_costs_hardware_flops_and_saves_activations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # B165
     found = []
     for more in ([], ["--recompute"]):
         assert main([*SMALL, "--dp", "1", *more, "--json"]) == 0

@@ -68,7 +68,7 @@ def exact_mean(rows: Sequence[Batch]) -> tuple[float, int]:
     ],
     ids=str,
 )
-def test_evaluation_is_the_exact_token_mean(topology: Topology, zero: int) -> None:
+def test_evaluation_is_the_exact_token_mean(topology: Topology, zero: int) -> None:  # B40
     """Ten sequences, which neither four ranks nor their microbatches divide, with 0 to 16 trained tokens."""
     rows = sequences(0, 10, VOCABULARY)
     expected, tokens = exact_mean(rows)
@@ -102,7 +102,9 @@ def train_once(
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("topology", [Topology(dp=2), Topology(dp=4), Topology(pp=2, dp=4)], ids=str)
-def test_ranks_with_few_or_no_trained_tokens_count_by_their_tokens(topology: Topology, zero: int) -> None:
+def test_ranks_with_few_or_no_trained_tokens_count_by_their_tokens(
+    topology: Topology, zero: int
+) -> None:  # B16
     """Eight sequences; the first data rank's two have no label at all."""
     rows = sequences(0, 8, VOCABULARY)
     rows[:2] = [without_labels(row) for row in rows[:2]]
@@ -123,7 +125,7 @@ def test_a_batch_without_trained_tokens_gives_zero_and_no_nan() -> None:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_microbatches_are_weighted_by_their_tokens(dp: int) -> None:
+def test_microbatches_are_weighted_by_their_tokens(dp: int) -> None:  # B15
     """10 tokens with a loss sum of 20 and 90 with 90: 1.10, where the mean of the means is 1.50."""
     rows = []
     for trained in (10, 90):
@@ -204,7 +206,7 @@ def test_no_bucket_size_changes_a_step(microbatches: int, zero: int) -> None:  #
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_clipped_gradients_have_the_norm_asked_for(zero: int) -> None:
+def test_clipped_gradients_have_the_norm_asked_for(zero: int) -> None:  # B30
     limit = 0.1
 
     def main(world: World) -> tuple[StepResult, float]:

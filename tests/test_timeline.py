@@ -67,7 +67,7 @@ def bubble(timeline: Timeline) -> float:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 8), (4, 3), (8, 32)])
-def test_the_bubble_is_exact(name: str, pp: int, microbatches: int) -> None:
+def test_the_bubble_is_exact(name: str, pp: int, microbatches: int) -> None:  # B166
     cluster = pipeline_cluster(name, pp, microbatches, 1)
     assert prove(cluster).holds
     assert bubble(simulate(cluster, Prices(UNIT))) == pytest.approx(
@@ -76,7 +76,7 @@ def test_the_bubble_is_exact(name: str, pp: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("pp", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 16, 3)])
-def test_the_interleaved_bubble_is_exact(pp: int, microbatches: int, chunks: int) -> None:
+def test_the_interleaved_bubble_is_exact(pp: int, microbatches: int, chunks: int) -> None:  # B166
     cluster = pipeline_cluster("interleaved", pp, microbatches, chunks)
     assert prove(cluster).holds
     expected = (pp - 1) / (chunks * microbatches + pp - 1)

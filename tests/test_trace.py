@@ -295,7 +295,7 @@ def test_the_peak_is_what_pytorch_allocates(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", EIGHT_RANKS[:2], ids=str)
-def test_bytes_are_what_groups_count(case: Case) -> None:
+def test_bytes_are_what_groups_count(case: Case) -> None:  # B160
     """What a program's messages come to is what the groups of a real rank have sent, each counting by itself."""
     traced = resolve(cluster_of(case))
 

@@ -136,7 +136,7 @@ def sharded(
 )
 def test_every_stage_equals_plain_adamw(
     dp: int, zero: int, wrap: tuple[type[nn.Module], ...], bucket_elements: int
-) -> None:
+) -> None:  # B26
     expected = plain(MICROBATCHES // dp)
     assert sum(weight.numel() for weight in expected.values()) == 283
     for weights, _ in sharded(dp, zero, wrap, bucket_elements):
@@ -148,7 +148,7 @@ def test_every_stage_equals_plain_adamw(
 @pytest.mark.parametrize("dp", [3, 4])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gathered_masters_are_the_live_weights(dp: int, zero: int, dtype: torch.dtype) -> None:
+def test_gathered_masters_are_the_live_weights(dp: int, zero: int, dtype: torch.dtype) -> None:  # B76
     ranks = sharded(dp, zero, (Layer,), 100, dtype)
     for weights, masters in ranks:
         assert masters.keys() == weights.keys()
@@ -227,7 +227,7 @@ SHORT, SHORT_TIED = replace(MODEL, layers=2, kv_heads=8), replace(TIED, layers=2
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_norm_spans_pipeline_stages(zero: int) -> None:
+def test_the_norm_spans_pipeline_stages(zero: int) -> None:  # B05
     """Local norms 3 and 4: the norm is 5 on all, and every gradient is multiplied by 0.2."""
     forces = {"model.embed_tokens.weight": 3.0, "lm_head.weight": 4.0}
     ranks = forced(Topology(pp=2, dp=2), SHORT, zero, lambda layout, _: forces.get(layout.name, 0.0))
@@ -239,7 +239,7 @@ def test_the_norm_spans_pipeline_stages(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_replicated_gradients_count_once(zero: int) -> None:
+def test_replicated_gradients_count_once(zero: int) -> None:  # B10
     """Shards with a total square of 9 and a replicated gradient of 4: 5, where counting per rank gives 8.544."""
     forces = {"model.layers.0.mlp.down_proj.weight": 1.5, "model.norm.weight": 4.0}
     for result, _ in forced(
@@ -248,7 +248,7 @@ def test_replicated_gradients_count_once(zero: int) -> None:
         assert result.grad_norm == pytest.approx(5.0, rel=1e-12)
 
 
-def test_replicated_key_value_heads_count_once() -> None:
+def test_replicated_key_value_heads_count_once() -> None:  # B10
     """Two heads on four ranks."""
     name = "model.layers.0.self_attn.k_proj.weight"
     model = replace(SHORT, kv_heads=2)
@@ -257,14 +257,14 @@ def test_replicated_key_value_heads_count_once() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_tied_embeddings_count_once(pp: int) -> None:
+def test_tied_embeddings_count_once(pp: int) -> None:  # B10
     name = "model.embed_tokens.weight"
     for result, _ in forced(Topology(pp=pp), SHORT_TIED, 0, lambda layout, _: 3.0 * (layout.name == name)):
         assert result.grad_norm == pytest.approx(3.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_tied_embedding_gradients_are_summed_over_stages_and_data_ranks(zero: int) -> None:
+def test_tied_embedding_gradients_are_summed_over_stages_and_data_ranks(zero: int) -> None:  # B01
     """1 and 3 on the first stage, 10 and 20 on the last: 34 wherever it is held (gradients are sums)."""
     forces = {(0, 0): 1.0, (0, 1): 3.0, (1, 0): 10.0, (1, 1): 20.0}
 
