@@ -48,10 +48,12 @@ def give_back_freed_memory(environment: Mapping[str, str]) -> bool:
     """Has glibc map every tensor of 1 MiB or more by itself, so that a CPU rank holds what its tensors take.
 
     By default glibc raises the limit up to 32 MiB and cuts tensors from a heap that aligned blocks fragment: a rank
-    held up to 40% more, and other bytes in each run. False, and nothing is done, where there is no glibc, or where the
-    environment settles it (MALLOC_…, GLIBC_TUNABLES). Costs up to 6% of a step's time (pages are made again).
+    held up to 40% more, and other bytes in each run. Pages are made again: steps of large microbatches take up to 10%
+    longer. False, and nothing is done, where ranks are on GPUs, where there is no glibc, or where the environment
+    settles it (MALLOC_…, GLIBC_TUNABLES).
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environment):
+    settled_outside = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environment)
+    if settled_outside or torch.cuda.is_available():
         return False
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is None or not hasattr(library, "gnu_get_libc_version"):

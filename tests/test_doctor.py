@@ -62,11 +62,13 @@ def test_the_file_is_hardware(tmp_path: Path) -> None:
         products=products,
         collectives={},
         ranks=1,
+        context_bytes=3.712e8,
     )
     path.write_text(text)
     hardware = load_hardware(str(path))
     assert hardware.name == 'a "quoted" name'
     assert hardware.memory_bytes == 80e9
+    assert hardware.context_bytes == 3.712e8
     assert hardware.memory_bytes_per_s == pytest.approx(1.2345e12, rel=1e-3)
     assert dict(hardware.peak_flops) == {"bf16": 5e14, "fp32": 6e13}
     assert hardware.matmul_seconds(1e6, "bf16") == pytest.approx(1e6 / 1.25e12)
@@ -95,12 +97,15 @@ def test_two_ranks_measure_and_the_planner_takes_the_file(tmp_path: Path) -> Non
     path = tmp_path / "hardware.toml"
     command = [sys.executable, "-m", "triaxis.launch.doctor", "--ranks", "2", "--seconds", "1", "--json"]
     done = subprocess.run(
-        [*command, "--out", str(path)], capture_output=True, text=True, timeout=90, check=False
+        [*command, "--out", str(path)], capture_output=True, text=True, timeout=115, check=False
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["measured"]["file"] == str(path)
     hardware = load_hardware(str(path))
+    if not torch.cuda.is_available():
+        assert hardware.context_bytes == pytest.approx(told["measured"]["context_bytes"], rel=1e-3)
+        assert 1e8 < hardware.context_bytes < 2e9, "of Python and torch"
     assert hardware.gpus_per_node == 2
     assert hardware.matmul_seconds(2e6, "fp32") < 1
     seen = {

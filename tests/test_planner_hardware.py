@@ -78,6 +78,7 @@ def test_a_curve_is_linear_in_the_logarithm_and_flat_outside(tmp_path: Path) -> 
         (FILE.replace("gpus_per_node = 2", "gpus_per_node = 2.5"), r"`gpus_per_node` must be a whole number"),
         (FILE.replace("fp32 = 1e11", "float32 = 1e11"), r"`peak_flops` must have keys out of bf16"),
         (FILE + 'generation = "hoper"', r"`generation` must be one of .*'hoper'; nearest: hopper"),
+        (FILE + "context_bytes = -1", r"`context_bytes` must be a number at least 0, but is -1"),
         ("name = ", r"`hardware` must name a readable TOML file"),
     ],
 )
@@ -91,3 +92,10 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         load_hardware("h100-80gb")
     with pytest.raises(ValueError, match=r"`dtype` must be one of .* on a100-80g, but is 'fp8'"):
         load_hardware("a100-80g").peak("fp8")
+
+
+def test_the_memory_of_a_process_is_measured_or_left_to_the_software(tmp_path: Path) -> None:
+    assert load_hardware(written(tmp_path, FILE + "context_bytes = 3.7e8")).context_bytes == 3.7e8
+    (tmp_path / "presets").mkdir()
+    assert load_hardware(written(tmp_path / "presets", FILE)).context_bytes is None
+    assert all(load_hardware(name).context_bytes is None for name in hardware_names())
