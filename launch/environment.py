@@ -12,6 +12,9 @@ class LaunchError(ValueError):
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+NO_OVERLAP = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_BLOCKING_WAIT")
+"""Variables that are 1 in other programs' recipes, and then keep communication from overlapping with computation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
@@ -66,6 +69,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         run_id="-".join("".join(c for c in part if c.isalnum()) for part in parts if part),
         restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT") if parts[2] else 0,
     )
+
+
+def overlap_warnings(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that keeps communication from overlapping with computation."""
+    return [
+        f"warning: {name}=1 is set: communication hardly overlaps with computation; unset it for speed"
+        for name in NO_OVERLAP
+        if environment.get(name) == "1"
+    ]
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

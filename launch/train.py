@@ -15,7 +15,7 @@ from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, resolve, 
 from triaxis.engine.faults.interruption import EXIT_REQUEUE
 from triaxis.engine.faults.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
-from triaxis.launch.environment import Launch, LaunchError, read_launch
+from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch
 from triaxis.launch.flags import parse_flags
 
 EXIT_CONFIGURATION = 2
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from triaxis.engine.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 
+    for warning in overlap_warnings(os.environ) if launch.rank == 0 else ():
+        print(warning, file=sys.stderr, flush=True)
     with held or nullcontext():
         if config.simulate:
             return run_simulated(config, resolved)

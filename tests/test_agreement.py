@@ -127,6 +127,16 @@ def test_bucket_sizes_do_not_change_training() -> None:  # B26
         )
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_tied_embeddings_train_alike_in_every_stage(zero: int) -> None:  # B01
+    """Plain descent, which shows a gradient that was not summed; both copies equal to the bit after each step."""
+    found, expected = (
+        run(layout, model=TIED, rule="sgd, no clip", dtype="fp64", steps=4)
+        for layout in (Layout(pp=2, dp=2, zero=zero), Layout())
+    )
+    assert not disagreements(found, expected, "fp64")
+
+
 @pytest.mark.parametrize("model", [MODEL, TIED], ids=lambda model: model.name)
 def test_every_layout_starts_from_the_same_bits(model: ModelConfig) -> None:  # B06
     def first_weights(layout: Layout) -> dict[str, Tensor]:

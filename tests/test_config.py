@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from triaxis.engine.config import ConfigError, RunConfig, learning_rate_at, resolve, warmup_steps_of
-from triaxis.launch.environment import read_launch
+from triaxis.launch.environment import overlap_warnings, read_launch
 from triaxis.launch.flags import GROUPS, parse_flags
 from triaxis.models.presets import PRESETS
 from triaxis.parallel.schedule import ScheduleName
@@ -203,6 +204,13 @@ def test_no_launcher_is_one_process() -> None:  # B156
 def test_a_launcher_that_is_broken_is_named(changes: dict[str, str], words: str) -> None:  # B155, B156
     with pytest.raises(ValueError, match=words):
         read_launch(LAUNCHED | changes)
+
+
+def test_variables_that_hide_overlap_are_told() -> None:  # B165
+    assert overlap_warnings({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == []
+    found = overlap_warnings({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_LAUNCH_BLOCKING": "1", "RANK": "0"})
+    assert len(found) == 2
+    assert all(re.match(r"warning: CUDA_\w+=1 is set: .*; unset it", line) for line in found)
 
 
 def test_a_refused_run_ends_with_code_2_before_torch_is_imported(tmp_path: Path) -> None:  # B55

@@ -23,6 +23,7 @@ from triaxis.engine.data.loader import Loader
 from triaxis.engine.step import TrainingStep, _Chunk
 from triaxis.launch import ranks as launch_ranks
 from triaxis.launch.checkpoint import main
+from triaxis.launch.preprocess import preprocess
 
 pytestmark = pytest.mark.processes
 
@@ -261,6 +262,17 @@ def test_a_nan_ends_every_process_with_one_message(flags: dict[str, Any], tmp_pa
     with Ranks(2, given, tmp_path / "log", before=spoil) as ranks:
         assert ranks.wait(25) == [1, 1], ranks.said()
         assert ranks.said().count("step 4: loss nan, gradient norm nan (from the loss of rank 1)") == 1
+
+
+def test_a_broken_index_is_told_once_and_ends_every_process(tmp_path: Path) -> None:  # B121
+    flags = prepare(tmp_path) | {"dp": 2, "eval_data": None, "data": str(tmp_path / "x")}
+    preprocess(tmp_path / "train.jsonl", tmp_path / "x")
+    index = tmp_path / "x.idx"
+    os.truncate(index, index.stat().st_size - 3)
+    given = arguments({**flags, "output_dir": str(tmp_path / "out")})
+    with Ranks(2, given, tmp_path / "log") as ranks:
+        assert ranks.wait(25) == [1, 1], ranks.said()
+        assert ranks.said().count(f"{index}: the size of an index of 24 sequences") == 1
 
 
 ASKED_IN: dict[str, tuple[Place, list[int]]] = {

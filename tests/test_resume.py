@@ -191,7 +191,7 @@ def test_what_resume_means(flags: dict[str, Any], tmp_path: Path) -> None:
         resolve(RunConfig(resume="no/such/folder"), 1)
 
 
-def test_another_run_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_another_run_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -> None:  # B85
     common = {**flags, "output_dir": str(tmp_path)}
     run({**common, "save_steps": 5, "steps": 5})
     shutil.copy(flags["data"], tmp_path / "moved.jsonl")
