@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
+from triaxis.launch.planner.buckets import ROOT, STEPS, UNDER_WAY, Chunk
 from triaxis.launch.planner.collectives import collective_seconds
-from triaxis.launch.planner.engine_buckets import ROOT, STEPS, UNDER_WAY, Chunk
 from triaxis.launch.planner.engine_pipeline import Seconds
 from triaxis.launch.planner.layout import Layout, Recompute
 from triaxis.launch.planner.operators import Operators, Part
@@ -122,7 +122,13 @@ def parts_of(layout: Layout) -> Parts:
     """The prices of its parts: the same however it is sharded and cut into stages."""
     told = (
         *(id(layout.hardware), layout.shape, layout.dtype, layout.microbatch, layout.sequence, layout.tp),
-        *(layout.sequence_parallel, layout.microbatches, layout.recompute),
+        *(
+            layout.sequence_parallel,
+            layout.recompute,
+            layout.microbatches,
+            layout.zero >= 2,
+            layout.shards > 1,
+        ),
     )
     return _parts(_Alike(told, layout))
 
@@ -136,7 +142,7 @@ def _parts(alike: _Alike) -> Parts:
         block=block,
         embedding=operators.embedding(),
         head=operators.head(),
-        again=block.forward + block.forward_messages if full else 0.0,
+        again=block.again + block.forward_messages if full else 0.0,
         context=operators.seconds((), 2 if alike.layout.shape.rotary else 0),
     )
 

@@ -1,7 +1,7 @@
 """The bytes that a rank of this engine holds at its peak: backward followed step by step.
 
 What lives while a layer's gradients are computed is read off models/ and parallel/. The peak lies in backward, at the
-height of one step of one unit (engine_buckets.py); or, for a small model with a tied table, where the gradients of its
+height of one step of one unit (buckets.py); or, for a small model with a tied table, where the gradients of its
 two copies are summed.
 """
 
@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import mul
 from typing import Final
 
-from triaxis.launch.planner.engine_buckets import ROOT, STEPS, Chunk, chunk_of, rank_chunks
+from triaxis.launch.planner.buckets import ROOT, STEPS, Chunk, chunk_of, rank_chunks
 from triaxis.launch.planner.engine_pool import NOTHING, Pooled, heaviest_passes, pooled
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
 from triaxis.launch.planner.operators import ELEMENT_BYTES
@@ -98,7 +98,7 @@ class Sizes:
     element, wide: of an element of tensors and of gradients; state: a hidden state as it is between tensor-parallel
     parts; kept: what a layer keeps for backward; tables, rows: what a chunk and the embedding keep
     head, block, embedding: at the height of each step of a unit's backward, what lives besides what is kept
-    logits: of the loss, in the first of the head's
+    logits: the loss's share of the head's first step
     """
 
     element: int
@@ -152,6 +152,7 @@ def sizes_of(shape: Shape, element: int, *, tokens: float, tensor: int, cut: boo
         max(h + q + f - mlp, h + f + column + product * fused - mlp - attention),
         2 * h + normed - mlp - attention,
     )
+    logits = _logits(shape, element, wide, tokens, tensor)
     return Sizes(
         element=element,
         wide=wide,
@@ -159,13 +160,13 @@ def sizes_of(shape: Shape, element: int, *, tokens: float, tensor: int, cut: boo
         kept=h if recomputes else layer,
         tables=element * tokens * shape.head_size if shape.rotary else 0.0,
         rows=ROW_BYTES * tokens,
-        head=(gathered + w, normed),
+        head=(gathered + w + logits, normed),
         block=tuple(level + layer - h for level in block) if recomputes else block,
         embedding=(
             h + element * shape.bound_rows * shape.hidden,
             h + gathered + w + (wide * whole if narrow else 0.0),
         ),
-        logits=_logits(shape, element, wide, tokens, tensor),
+        logits=logits,
     )
 
 
@@ -211,15 +212,14 @@ class _Course:
                 at = pool[place]
                 buffers = self.messages + sizes.wide * (at.made + at.reduced / self.shards)
                 buffers += sizes.element * self._gathered(chunk, unit, moment)
-                logits = sizes.logits if moment == 0 else 0.0
-                total = kept + level + logits + buffers
-                if total > most:
-                    most, activations = total, kept + min(level, 0.0)
+                if kept + level + buffers > most:
+                    most = kept + level + buffers
+                    logits = sizes.logits if moment == 0 else 0.0
                     best = Held(
-                        activations=activations,
+                        activations=kept + min(level, 0.0),
                         logits=logits,
                         buffers=buffers,
-                        temporaries=max(level, 0.0),
+                        temporaries=max(level - logits, 0.0),
                     )
         return best
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from triaxis.parallel.schedule import Kind, Schedule, make_schedule
+from triaxis.parallel.schedule import Kind, Schedule, ScheduleName, make_schedule
 
 RANKS: Final = (
     8  # that are walked of 1F1B; more of them in the middle lengthen the way through, and nothing else
@@ -37,8 +37,10 @@ class Walk:
     closing: tuple[tuple[int, ...], ...]
 
 
-def walked_microbatches(pp: int, chunks: int, microbatches: int) -> int:
+def walked_microbatches(schedule: str, pp: int, chunks: int, microbatches: int) -> int:
     """As many, or so few that those left out do as their like before them."""
+    if schedule == ScheduleName.GPIPE:
+        return microbatches
     if chunks == 1:
         return min(microbatches, pp + SETTLING)
     return min(microbatches, GROUPS * pp + microbatches % pp)

@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import mul
 from typing import Final
 
-from triaxis.launch.planner.engine_buckets import UNDER_WAY, Chunk
+from triaxis.launch.planner.buckets import UNDER_WAY, Chunk
 
 SETTLED: Final = 4  # passes through a chunk after which no buffer is new
 

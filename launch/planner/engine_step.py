@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from triaxis.launch.planner.buckets import Chunk, rank_chunks
 from triaxis.launch.planner.collectives import send_seconds
-from triaxis.launch.planner.engine_buckets import Chunk, rank_chunks
 from triaxis.launch.planner.engine_data import IDLE, Passes, finished, foreign, later, parts_of, prices_of
 from triaxis.launch.planner.engine_pipeline import RANKS, Walked, compiled, walk, walked_microbatches
 from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
@@ -49,36 +49,36 @@ class _OwnStep:
         self.zero = layout.zero if self.reduces else 0
         self.shards = layout.shards if self.zero else 1
         held = rank_chunks(layout.shape, layout.tp, layout.pp, layout.virtual_stages, self.zero == 3)
-        alike = {
-            chunk: Passes(chunk, self.parts, self.prices, self.zero) for chunks in held for chunk in chunks
-        }
-        walked = layout.pp if layout.virtual_stages > 1 else min(layout.pp, RANKS)
-        self.walked = [*range(walked - 1), layout.pp - 1]  # the pipeline ranks
-        self.held = [held[rank] for rank in self.walked]
+        distinct = dict.fromkeys(chunk for chunks in held for chunk in chunks)
+        alike = {chunk: Passes(chunk, self.parts, self.prices, self.zero) for chunk in distinct}
+        self.stages = stages = layout.pp if layout.virtual_stages > 1 else min(layout.pp, RANKS)  # walked
+        self.held = [*held[: stages - 1], held[-1]]
         self.passes = [[alike[chunk] for chunk in chunks] for chunks in self.held]
         settled = {chunk: passes.settled() for chunk, passes in alike.items()}
         self.seconds = tuple(
             tuple(seconds for chunk in chunks for seconds in settled[chunk][0]) for chunks in self.held
         )
         self.plain = [sum(sum(alike[chunk].seconds) for chunk in chunks) for chunks in self.held]
-        self.longest = max(range(walked), key=lambda place: self.plain[place])
-        self.left_out = sum(sum(alike[chunk].seconds) for chunks in held[walked - 1 : -1] for chunk in chunks)
+        self.longest = max(range(stages), key=lambda place: self.plain[place])
+        self.left_out = sum(
+            action[0] for chunks in held[stages - 1 : -1] for chunk in chunks for action in settled[chunk][0]
+        )
         self.lanes = [settled[chunks[0]][1] for chunks in self.held]  # after the last backward
 
     def time(self) -> StepTime:
         layout, operators, parts = self.layout, self.operators, self.parts
-        count, stages, chunks = round(layout.microbatches), len(self.walked), layout.virtual_stages
+        count, stages, chunks = round(layout.microbatches), self.stages, layout.virtual_stages
         period = stages if chunks > 1 else 1
-        walked = walked_microbatches(stages, chunks, count)
+        walked = walked_microbatches(layout.schedule, stages, chunks, count)
         course = compiled(layout.schedule, stages, walked, chunks)
         hops = self._hops()
         own, middle = self.plain[self.longest], count - walked
-        found = walk(course, hops, self.seconds, period)
+        found = walk(course, (*hops[: stages - 1], hops[-1]), self.seconds, period)
         if self.reduces and self.zero < 2:
             self._close(found)
         wait = sum(slot[1 + (place + 1) % 2] for place, slot in enumerate(self.seconds[self.longest])) - own
-        through = (2 * hops[stages - 2] * (layout.pp - stages) * chunks + self.left_out) / chunks
-        beside = {held: self._summed(held) for held in self.held}
+        through = self.left_out + 2 * sum(hops[stages - 1 : layout.pp - 1])
+        beside = {held: self._summed(held) for held in dict.fromkeys(self.held)}
         rests = [finished(lane) + beside[held] for lane, held in zip(self.lanes, self.held, strict=True)]
         slow = max(range(stages), key=lambda place: found.ends[place] + rests[place])
         summed = found.ends[slow] + rests[slow] + middle * found.each + through
@@ -87,7 +87,7 @@ class _OwnStep:
         crossing = min(idle, count * max(0.0, found.each - own - wait)) if middle else 0.0
         update, publish = max((self._update(held) for held in dict.fromkeys(self.held)), key=sum)
         layers = sum(chunk.layers for chunk in self.held[self.longest])
-        again = layers * parts.block.forward if layout.recompute == Recompute.FULL else 0.0
+        again = layers * parts.block.again if layout.recompute == Recompute.FULL else 0.0
         compute = self._computing(self.held[self.longest])
         return StepTime(
             compute=count * compute,
@@ -154,10 +154,14 @@ class _OwnStep:
 
     def _hops(self) -> tuple[float, ...]:
         """Seconds of a hidden state's way from each pipeline rank to the next, the last one's to the first."""
-        layout, operators = self.layout, self.operators
-        ranks = layout.group("pp")
-        nbytes = operators.element * operators.outer * layout.shape.hidden
-        return tuple(
-            send_seconds(nbytes, ranks[rank], ranks[(rank + 1) % layout.pp], layout.hardware)
-            for rank in self.walked
-        )
+        layout, ranks = self.layout, self.layout.group("pp")
+        nbytes = self.operators.element * self.operators.outer * layout.shape.hidden
+        known: dict[bool, float] = {}
+        hops = []
+        for place in range(layout.pp):
+            source, target = ranks[place], ranks[(place + 1) % layout.pp]
+            near = source // layout.hardware.gpus_per_node == target // layout.hardware.gpus_per_node
+            if near not in known:
+                known[near] = send_seconds(nbytes, source, target, layout.hardware)
+            hops.append(known[near])
+        return tuple(hops)

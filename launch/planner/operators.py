@@ -19,7 +19,7 @@ from triaxis.launch.planner.collectives import collective_seconds
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-HEAD_SMALL: Final = (24, 6)  # launches of the loss that depend on no size, forward and backward
+HEAD_SMALL: Final = (23, 5)  # launches of the loss that depend on no size, forward and backward
 START_SMALL: Final = 12  # launches of a step before its first microbatch, and of clipping
 NORM_SMALL: Final = 10  # of the norm
 
@@ -31,7 +31,8 @@ Operator = tuple[float, float]
 class Part:
     """Seconds of a part of the model for one microbatch: computing, and waiting for tensor-parallel messages.
 
-    steps: of backward with its messages, up to each parameter's gradient (engine_buckets.py)
+    steps: of backward with its messages, up to each parameter's gradient (buckets.py)
+    again: of forward, what recompute repeats: all up to the last tensor that is kept
     """
 
     forward: float
@@ -39,6 +40,7 @@ class Part:
     forward_messages: float
     backward_messages: float
     steps: tuple[float, ...]
+    again: float = 0.0
 
 
 class Operators:
@@ -138,10 +140,9 @@ class Operators:
                 self.product(tokens, hidden, self.inner),
                 *self.traffic(tokens * self.width, *((2, 3) if gated else (2,))),
                 self.product(tokens, self.width, hidden),
-                *self._bias(outer * hidden, shape.biased),
-                *self.traffic(outer * hidden, 3),
             ]
         )
+        added = [*self._bias(outer * hidden, shape.biased), *self.traffic(outer * hidden, 3)]
         activation = self.traffic(tokens * self.width, *((2, 3, 3, 4) if gated else (3,)))
         heads = [
             self._attention(5, self.element * tokens * (2 * self.fused + 2 * self.query) + lse),
@@ -165,7 +166,8 @@ class Operators:
         )
         messages = (gather, up_messages, 0.0, gather, fused_messages, 0.0)
         return Part(
-            forward=forward + 2 * self._norm(),
+            forward=forward + 2 * self._norm() + self.seconds(added),
+            again=forward + 2 * self._norm(),
             backward=sum(computing),
             forward_messages=2 * self._around(),
             backward_messages=sum(messages),
@@ -221,15 +223,16 @@ class Operators:
             else []
         )
         sums = "reduce_scatter" if self.layout.sequence_parallel else "all_reduce"
-        zeroed = [(0.0, 2 * self.wide * table / self.layout.microbatches)]
+        often = 1 if self.layout.zero >= 2 and self.layout.shards > 1 else self.layout.microbatches
+        zeroed = self.hardware.memory_seconds(2 * self.wide * table) / often  # where sums begin anew
         widened = [(0.0, size * (self.element + self.wide))] if self.element < self.wide else []
         computing = (
             self.seconds(position_gradient),
-            self.seconds([*self.traffic(size, 2), *zeroed, *widened, (0.0, 4 * self.wide * size)]),
+            zeroed + self.seconds([*self.traffic(size, 2), *widened, (0.0, 2 * self.wide * size)]),
         )
         gather = self._gathered()
         return Part(
-            forward=self.seconds([*self.traffic(size, 2, 2), *positions], small=7),
+            forward=self.seconds([*self.traffic(size, 2, 2), *positions], small=5),
             backward=sum(computing),
             forward_messages=self.message(sums, self.element * size),
             backward_messages=gather,
