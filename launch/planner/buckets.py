@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from triaxis.launch.planner.layout import cut_evenly
 from triaxis.launch.planner.shapes import Shape
@@ -25,8 +25,7 @@ HEAD, LAST_NORM = 0, 1  # of the head
 POSITIONS, TABLE = 0, 1  # of the embedding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class Parameter(NamedTuple):  # made by the thousand, several times as fast as a frozen dataclass
     """elements of this rank's part; unit: gathered with it; first, last: the moments of its gradient's first and
     last contribution (a shared weight has two); replicated: every tensor rank has it."""
 
@@ -85,13 +84,17 @@ class Chunk:
         """The buckets that are gathered for a unit."""
         return _grouped((ROOT, *self.units), ((bucket.unit, bucket) for bucket in self.buckets))
 
-    @cached_property
-    def unit_elements(self) -> dict[int, float]:
-        """What is gathered for each unit."""
-        return {unit: sum(bucket.elements for bucket in held) for unit, held in self.of_unit.items()}
+    def gathered(self, unit: int, moment: int) -> float:
+        """Elements of the parameters that are here under ZeRO 3: the unit's, the next one's, the root's."""
+        return self._near[unit] + (self._near[ROOT] if moment <= self._rooted else 0.0)
 
     @cached_property
-    def rooted(self) -> int:
+    def _near(self) -> dict[int, float]:
+        sizes = {unit: sum(bucket.elements for bucket in held) for unit, held in self.of_unit.items()}
+        return {unit: sizes[unit] + sizes.get(unit + 1, 0.0) for unit in self.units} | {ROOT: sizes[ROOT]}
+
+    @cached_property
+    def _rooted(self) -> int:
         """The moment up to which the root's parameters stay; -1 if it has none."""
         return max((bucket.last for bucket in self.of_unit[ROOT]), default=-1)
 

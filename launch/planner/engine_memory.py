@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import mul
 from typing import Final
 
-from triaxis.launch.planner.buckets import ROOT, STEPS, Chunk, chunk_of, rank_chunks
+from triaxis.launch.planner.buckets import STEPS, Chunk, chunk_of, rank_chunks
 from triaxis.launch.planner.engine_pool import NOTHING, Pooled, heaviest_passes, pooled
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
 from triaxis.launch.planner.operators import ELEMENT_BYTES
@@ -204,14 +204,15 @@ class _Course:
             kept += 2 * sizes.state if unit == 0 else 0.0
             levels = sizes.head if unit == 0 else sizes.block if unit <= chunk.layers else sizes.embedding
             first = unit * STEPS
-            if place + 1 == len(pool) or pool[place + 1].moment >= first + STEPS:
+            if place + 1 == len(pool) or pool[place + 1][0] >= first + STEPS:
                 levels = (max(levels),)  # no buffer comes or goes meanwhile
             for moment, level in enumerate(levels, first):
-                while place + 1 < len(pool) and pool[place + 1].moment <= moment:
+                while place + 1 < len(pool) and pool[place + 1][0] <= moment:
                     place += 1
-                at = pool[place]
-                buffers = self.messages + sizes.wide * (at.made + at.reduced / self.shards)
-                buffers += sizes.element * self._gathered(chunk, unit, moment)
+                _, made, reduced = pool[place]
+                buffers = self.messages + sizes.wide * (made + reduced / self.shards)
+                if self.zero == 3:
+                    buffers += sizes.element * chunk.gathered(unit, moment)
                 if kept + level + buffers > most:
                     most = kept + level + buffers
                     logits = sizes.logits if moment == 0 else 0.0
@@ -228,10 +229,3 @@ class _Course:
         if self.zero >= 2:
             return chunk.units
         return tuple(unit for unit in (0, 1, chunk.layers + 1) if unit in chunk.units)
-
-    def _gathered(self, chunk: Chunk, unit: int, moment: int) -> float:
-        """Elements of the parameters that are here under ZeRO 3: the unit's, the next one's, the root's."""
-        if self.zero < 3:
-            return 0.0
-        here = chunk.unit_elements[unit] + chunk.unit_elements.get(unit + 1, 0.0)
-        return here + (chunk.unit_elements[ROOT] if moment <= chunk.rooted else 0.0)

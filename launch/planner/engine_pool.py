@@ -21,16 +21,9 @@ from triaxis.launch.planner.buckets import UNDER_WAY, Chunk
 SETTLED: Final = 4  # passes through a chunk after which no buffer is new
 
 
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """From a moment of a chunk's backward on: elements of the buffers made, and of the reductions under way."""
-
-    moment: int
-    made: float
-    reduced: float
-
-
-NOTHING: Final = (Pooled(-1, 0.0, 0.0),)
+Pooled = tuple[int, float, float]
+"""From a moment of a chunk's backward on: elements of the buffers made, and of the reductions' results under way."""
+NOTHING: Final[tuple[Pooled, ...]] = ((-1, 0.0, 0.0),)
 
 
 @lru_cache(maxsize=8192)
@@ -66,7 +59,7 @@ class _Pool:
 
     def run(self, chunk: Chunk, number: int) -> tuple[Pooled, ...]:
         """A backward pass. number: the chunk's, on its rank."""
-        course = [Pooled(-1, self._made, self._reduced)]
+        course: list[Pooled] = [(-1, self._made, self._reduced)]
         free, under_way, added = self._free, self._under_way, number in self._known
         for moment, begins, bucket, elements in _events(chunk):
             if begins:
@@ -83,7 +76,7 @@ class _Pool:
                 self._reduced += result
                 if len(under_way) > UNDER_WAY:
                     self._finish(next(iter(under_way)))
-            course.append(Pooled(moment, self._made, self._reduced))
+            course.append((moment, self._made, self._reduced))
         self._known.add(number)
         return tuple(course)
 
