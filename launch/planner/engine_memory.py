@@ -21,7 +21,6 @@ from triaxis.launch.planner.shapes import Shape
 
 ROW_BYTES: Final = 9  # kept for each row that the embedding looked up
 SHOWN: Final = 8  # layers that show all that happens under ZeRO 3
-MESSAGES: Final = 5  # hidden states on their way: four that are sent, one that may come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +56,14 @@ def own_memory(layout: Layout, stage: int) -> Held:
     )
     chunks = tuple(_shown(layout, chunk) for chunk in whole) if zero == 3 else whole
     kept = [sizes.kept_by(chunk, chunk.layers) for chunk in whole]
-    course = _Course(sizes, zero, layout.shards, MESSAGES * sizes.state if layout.pp > 1 else 0.0)
+    course = _Course(sizes, zero, layout.shards)
     best = Held(temporaries=_summed_ties(layout, stage, sizes))
     layers = tuple(chunk.layers for chunk in whole)
     for heavy in heaviest_passes(layout.schedule, layout.pp, stage, round(layout.microbatches), layers):
         others = sum(map(mul, heavy.flying, kept)) - kept[heavy.chunk]
         pool = pooled(chunks, heavy.runs) if zero >= 2 else NOTHING
-        held = course.height(chunks[heavy.chunk], layers[heavy.chunk], others, pool)
+        messages = (heavy.sent + 1) * sizes.state if layout.pp > 1 else 0.0  # one is awaited
+        held = course.height(chunks[heavy.chunk], layers[heavy.chunk], others, messages, pool)
         best = max(best, held, key=lambda one: one.total)
     return best
 
@@ -182,18 +182,19 @@ def _logits(shape: Shape, element: int, wide: int, tokens: float, tensor: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """A layout's backward passes. messages: bytes of the pipeline's"""
+    """A layout's backward passes."""
 
     sizes: Sizes
     zero: int
     shards: int
-    messages: float
 
-    def height(self, chunk: Chunk, layers: int, others: float, pool: Sequence[Pooled]) -> Held:
+    def height(
+        self, chunk: Chunk, layers: int, others: float, messages: float, pool: Sequence[Pooled]
+    ) -> Held:
         """The most that is held in a backward pass.
 
-        chunk: what is shown of it; layers: that it has; others: bytes kept for other passes; pool: the course of the
-        gradients' buffers
+        chunk: what is shown of it; layers: that it has; others: bytes kept for other passes; messages: of the
+        pipeline's; pool: the course of the gradients' buffers
         """
         sizes, best, most, place = self.sizes, Held(), 0.0, 0
         hidden = layers - chunk.layers  # in the middle
@@ -210,7 +211,7 @@ class _Course:
                 while place + 1 < len(pool) and pool[place + 1][0] <= moment:
                     place += 1
                 _, made, reduced = pool[place]
-                buffers = self.messages + sizes.wide * (made + reduced / self.shards)
+                buffers = messages + sizes.wide * (made + reduced / self.shards)
                 if self.zero == 3:
                     buffers += sizes.element * chunk.gathered(unit, moment)
                 if kept + level + buffers > most:

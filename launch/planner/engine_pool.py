@@ -17,7 +17,10 @@ from operator import mul
 from typing import Final
 
 from triaxis.launch.planner.buckets import UNDER_WAY, Chunk
+from triaxis.launch.planner.engine_pipeline import walked_microbatches
+from triaxis.parallel.schedule import Kind, make_schedule
 
+SENDS: Final = 4  # tensors that a rank keeps for its peers
 SETTLED: Final = 4  # passes through a chunk after which no buffer is new
 
 
@@ -97,11 +100,12 @@ def _events(chunk: Chunk) -> tuple[tuple[int, bool, int, float], ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """A backward pass. chunk: through which; runs: it and those before it (see `pooled`); flying: forward passes of
-    each chunk not yet undone when it begins."""
+    each chunk not yet undone when it begins; sent: hidden states and gradients that are kept until they have gone."""
 
     chunk: int
     runs: tuple[tuple[int, int], ...]
     flying: tuple[int, ...]
+    sent: int
 
 
 @lru_cache(maxsize=8192)
@@ -111,26 +115,27 @@ def heaviest_passes(
     """The backward passes among the first, until buffers settle, that may be the peak: the latest with most in flight,
     those after it in which new buffers come, and the heaviest through the chunks of the embedding and the head.
 
-    layers: of the rank's chunks; in the order of parallel.schedule.make_schedule
+    layers: of the rank's chunks
     """
-    chunks, total = len(layers), microbatches * len(layers)
-    warmup = (chunks - 1) * pp + 2 * (pp - stage - 1) if chunks > 1 else pp - stage - 1
-    if schedule == "gpipe":
-        warmup = total
-    window = min(total, SETTLED if chunks == 1 else pp * (chunks + 1))
-    turns = [
-        number // pp % chunks for number in range(total)
-    ]  # of the chunks, forward; backward takes the last first
-    order = [chunks - 1 - turn for turn in turns[:window]]
+    chunks = len(layers)
+    walked = walked_microbatches(schedule, pp, chunks, microbatches)
+    window = SETTLED if chunks == 1 else pp * (chunks + 1)
     begun = [0] * chunks
-    for turn in turns[:warmup]:
-        begun[turn] += 1
-    flying = []
-    for number, chunk in enumerate(order):
-        if warmup + number < total:
-            begun[turns[warmup + number]] += 1
-        flying.append(tuple(begun))
-        begun[chunk] -= 1
+    order: list[int] = []
+    flying: list[tuple[int, ...]] = []
+    sent: list[int] = []
+    made = 0
+    for action in make_schedule(schedule, pp, walked, chunks).orders[stage]:
+        if action.kind is Kind.FORWARD:
+            begun[action.chunk] += 1
+            made += chunks > 1 or stage < pp - 1
+        elif len(order) < window:
+            order.append(action.chunk)
+            flying.append(tuple(begun))
+            begun[action.chunk] -= 1
+            sent.append(min(made, SENDS))
+            made += chunks > 1 or stage > 0
+    window = len(order)
     weights = [sum(map(mul, counts, layers)) for counts in flying]
     latest = _latest(range(window), weights)
     chosen = {latest}
@@ -142,6 +147,7 @@ def heaviest_passes(
             chunk=order[number],
             runs=tuple((chunk, min(len(list(run)), SETTLED)) for chunk, run in groupby(order[: number + 1])),
             flying=flying[number],
+            sent=sent[number],
         )
         for number in sorted(chosen)
     )
