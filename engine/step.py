@@ -242,7 +242,7 @@ class TrainingStep:
         self.data_parallel.start_step()
         tokens = self._set_batches(batches)
         self.losses = losses = self.pipeline.run()
-        self.batches, self.position = (), None
+        self.batches = ()
         self.data_parallel.synchronize_gradients()
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
         if losses and self.mesh.tp.rank == 0:

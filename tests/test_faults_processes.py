@@ -112,7 +112,7 @@ def test_a_rank_that_hears_nothing_of_a_death_ends_too(flags: dict[str, Any], tm
         ranks.send(signal.SIGKILL, 1)
         ranks.send(signal.SIGTERM, 0)
         assert ranks.wait(15) == [1, -9], ranks.said()
-        assert "rank 1 (dp 0, pp 0, tp 1) has died; the run was at step 4, training" in ranks.said()
+        assert "rank 1 (dp 0, pp 0, tp 1) has died; the run was at step 4, reading data" in ranks.said()
 
 
 def test_a_stopped_rank_is_named_and_who_asks_twice_is_in_a_hurry(
