@@ -112,7 +112,7 @@ def _forward(part: Part) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """A layout that stands for all that are told to be so."""
+    """A layout that stands for all that are told to be so; of hardware its id, which it keeps from being another's."""
 
     told: tuple[object, ...]
     layout: Layout = field(compare=False)
@@ -120,16 +120,10 @@ class _Alike:
 
 def parts_of(layout: Layout) -> Parts:
     """The prices of its parts: the same however it is sharded and cut into stages."""
-    told = (
-        *(id(layout.hardware), layout.shape, layout.dtype, layout.microbatch, layout.sequence, layout.tp),
-        *(
-            layout.sequence_parallel,
-            layout.recompute,
-            layout.microbatches,
-            layout.zero >= 2,
-            layout.shards > 1,
-        ),
-    )
+    tokens = layout.microbatch, layout.sequence, layout.microbatches
+    tensor = layout.tp, layout.sequence_parallel, layout.recompute
+    sharded = layout.zero >= 2 and layout.shards > 1
+    told = id(layout.hardware), layout.shape, layout.dtype, tokens, tensor, sharded
     return _parts(_Alike(told, layout))
 
 
@@ -169,6 +163,7 @@ class Passes:
         self._known: dict[tuple[int, Lane], tuple[float, Lane]] = {}
         self._course: list[tuple[float, int, float, float]] = []
         self._first: tuple[float, Lane, list[tuple[float, float]]] | None = None
+        self._units: tuple[float, Lane, dict[int, tuple[float, object]]] | None = None
         self._scripts: dict[int, list[tuple[float, int | None, float, float]]] = {}
 
     def settled(self) -> tuple[tuple[Seconds, Seconds], Lane]:
@@ -293,6 +288,7 @@ class Passes:
         now, under_way = 0.0, list(lane[1])
         ready = free = self._gathered(units[0], now, lane[0])
         before: tuple[object, ...] = ()
+        track: dict[int, tuple[float, object]] = {}
         began, place = now, 0
         while place < len(units):
             unit = units[place]
@@ -314,13 +310,22 @@ class Passes:
                 round(ready - now, EXACT),
                 *((bucket + unit * each, round(end - now, EXACT)) for bucket, end, _ in under_way),
             )
+            if self._units is not None:
+                seconds, end, known = self._units
+                then, state = known.get(unit, (0.0, None))
+                if after == state:  # and so is the rest
+                    return now + seconds - then, end
+            track[unit] = now, after
             if after == before and 1 < unit < layers - 2:
                 alike = layers - 2 - unit
                 more = alike * (now - began)
                 now, free, ready, place = now + more, free + more, ready + more, place + alike
                 under_way = [(bucket - alike * each, end + more, added) for bucket, end, added in under_way]
             before, began = after, now
-        return now, later((free, tuple(under_way)), now)
+        end = later((free, tuple(under_way)), now)
+        if self._units is None:
+            self._units = now, end, track
+        return now, end
 
     def _script(self, unit: int) -> list[tuple[float, int | None, float, float]]:
         """Of a unit's backward: seconds of computing, then the bucket that is whole, if any, with its reduction and
