@@ -12,10 +12,10 @@ import pytest
 
 from triaxis.engine.step import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
-from triaxis.launch.planner import engine_step
-from triaxis.launch.planner.buckets import BUCKET_ELEMENTS
 from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.engine_pipeline import compiled
+from triaxis.launch.planner.engine import step
+from triaxis.launch.planner.engine.buckets import BUCKET_ELEMENTS
+from triaxis.launch.planner.engine.pipeline import compiled
 from triaxis.launch.planner.hardware import load_hardware
 from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
 from triaxis.launch.planner.memory import memory
@@ -226,8 +226,8 @@ def test_few_ranks_and_microbatches_stand_for_many(seed: int, monkeypatch: pytes
         recompute=rng.choice((Recompute.NONE, Recompute.FULL)),
     )
     few = step_time(layout).seconds
-    monkeypatch.setattr(engine_step, "RANKS", pp)
-    monkeypatch.setattr(engine_step, "walked_microbatches", lambda schedule, ranks, chunks, count: count)
+    monkeypatch.setattr(step, "RANKS", pp)
+    monkeypatch.setattr(step, "walked_microbatches", lambda schedule, ranks, chunks, count: count)
     assert few == pytest.approx(step_time(layout).seconds, rel=0.005)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.layout import QUANTIZED, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ def kind_of(layout: Layout) -> str:
     """Which kind of run a layout is, for its error: "experts", "low_precision" or "dense"."""
     if layout.shape.experts:
         return "experts"
-    return "low_precision" if layout.dtype in ("fp8", "fp4") else "dense"
+    return "low_precision" if layout.dtype in QUANTIZED else "dense"
 
 
 def time_band(layout: Layout) -> Band:

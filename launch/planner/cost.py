@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds, send_seconds
-from triaxis.launch.planner.engine_step import is_own, own_step_time
-from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
+from triaxis.launch.planner.engine.step import is_own, own_step_time
+from triaxis.launch.planner.layout import QUANTIZED, TRIAXIS, Layout, Recompute
 from triaxis.launch.planner.step import StepTime
 
 ALIGNED: Final = (
@@ -52,7 +52,7 @@ class _Passes:
 def step_time(layout: Layout) -> StepTime:
     """The step's time on the slowest pipeline stage.
 
-    This engine's own layouts are priced operator by operator, as its trace is (engine_step.py).
+    This engine's own layouts are priced operator by operator, as its trace is (engine/step.py).
     """
     if is_own(layout):
         return own_step_time(layout)
@@ -106,7 +106,7 @@ def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count
 
 def _wide(layout: Layout) -> str:
     """The dtype of what is not quantized: the layout's own, or 16 bits."""
-    if layout.dtype not in ("fp8", "fp4"):
+    if layout.dtype not in QUANTIZED:
         return layout.dtype
     return "bf16" if "bf16" in layout.hardware.peak_flops else "fp16"
 
@@ -195,7 +195,7 @@ def _elementwise(layout: Layout, *, routed: bool) -> _Passes:
     width = shape.ffn if not routed else shape.shared_ffn + shape.chosen * shape.expert_ffn
     active = 2 * shape.mlp_matrices * width / tensor * (1.0 if layout.software.fused else 1.7)
     total = traffic * outer + 4 * heads + active
-    if layout.dtype in ("fp8", "fp4"):  # casts of inputs and gradients, both ways round
+    if layout.dtype in QUANTIZED:  # casts of inputs and gradients, both ways round
         total += 4 * (2 * outer + heads + width / tensor)
     if routed:  # permutation, router and weighted sum
         total += (4 * 2 * shape.chosen + 8) * shape.hidden / tensor

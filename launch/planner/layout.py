@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from typing import Final
 
 from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.shapes import Shape
@@ -77,6 +78,9 @@ class Software:
 
 
 LOGIT_CHUNK, LOGIT_ROWS = 1 << 22, 512
+ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
+"""Of activations and weights, by the dtype of the products."""
+QUANTIZED: Final = ("fp8", "fp4")
 TRIAXIS = Software(name="triaxis", order=("tp", "pp", "cp", "dp"), logit_bytes=0.0)
 MEGATRON = Software(name="Megatron-LM", spare_gradients=2.0)
 MEGATRON_TE = Software(

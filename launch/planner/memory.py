@@ -9,12 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from triaxis.launch.planner.engine_memory import Held, own_memory, own_parameters
-from triaxis.launch.planner.engine_step import is_own
-from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, TRIAXIS, Layout, Recompute, Software
-from triaxis.launch.planner.staging import process_bytes
+from triaxis.launch.planner.engine.memory import Held, own_memory, own_parameters
+from triaxis.launch.planner.engine.staging import process_bytes
+from triaxis.launch.planner.engine.step import is_own
+from triaxis.launch.planner.layout import (
+    ELEMENT_BYTES,
+    LOGIT_CHUNK,
+    LOGIT_ROWS,
+    QUANTIZED,
+    TRIAXIS,
+    Layout,
+    Recompute,
+    Software,
+)
 
-ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, "fp32": 4, "fp64": 8}
 COMMUNICATOR_BYTES: Final = 0.4e9  # of each kind of communicator that a rank has
 BUCKETS_UNDER_WAY: Final = 3
 
@@ -74,7 +82,7 @@ def memory(layout: Layout) -> Memory:
 def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     """The memory of a rank of pipeline stage `stage`, which holds `layers` layers.
 
-    This engine's own layouts are followed through backward, as its trace is (engine_memory.py).
+    This engine's own layouts are followed through backward, as its trace is (engine/memory.py).
     """
     software = layout.software
     kept = layer_activations(layout, _routed(layout, stage, layers) / layers)
@@ -231,7 +239,7 @@ def _kept(layout: Layout, *, routed: bool) -> float:
     scores, values = shape.attention_sizes
     heads, kv_heads = shape.heads / tensor, max(shape.kv_heads / tensor, 1.0)
     # inputs of products are kept as these take them
-    product = 1 if layout.dtype in ("fp8", "fp4") and layout.software.keeps_quantized else element
+    product = 1 if layout.dtype in QUANTIZED and layout.software.keeps_quantized else element
     core_again = layout.recompute in (Recompute.SELECTIVE, Recompute.MLP)
     norms = (12 + 4) * element / 2 if eager else 2 * element + 2 * product  # inputs and outputs of both
     per_token = norms * shape.hidden / outer

@@ -16,8 +16,8 @@ from itertools import groupby
 from operator import mul
 from typing import Final
 
-from triaxis.launch.planner.buckets import UNDER_WAY, Chunk
-from triaxis.launch.planner.engine_pipeline import walked_microbatches
+from triaxis.launch.planner.engine.buckets import UNDER_WAY, Chunk
+from triaxis.launch.planner.engine.pipeline import walked_microbatches
 from triaxis.parallel.schedule import Kind, make_schedule
 
 SENDS: Final = 4  # tensors that a rank keeps for its peers

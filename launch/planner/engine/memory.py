@@ -13,10 +13,9 @@ from functools import lru_cache
 from operator import mul
 from typing import Final
 
-from triaxis.launch.planner.buckets import STEPS, Chunk, chunk_of, rank_chunks
-from triaxis.launch.planner.engine_pool import NOTHING, Pooled, heaviest_passes, pooled
-from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
-from triaxis.launch.planner.operators import ELEMENT_BYTES
+from triaxis.launch.planner.engine.buckets import STEPS, Chunk, chunk_of, rank_chunks
+from triaxis.launch.planner.engine.pool import NOTHING, Pooled, heaviest_passes, pooled
+from triaxis.launch.planner.layout import ELEMENT_BYTES, LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
 from triaxis.launch.planner.shapes import Shape
 
 ROW_BYTES: Final = 9  # kept for each row that the embedding looked up
@@ -40,12 +39,12 @@ class Held:
 
 def own_parameters(layout: Layout, stage: int) -> float:
     """Parameters of a rank of pipeline stage `stage`, before ZeRO shards them."""
-    return sum(chunk.elements for chunk in _chunks(layout, stage))
+    return sum(chunk.elements for chunk in held_chunks(layout, stage))
 
 
 def own_memory(layout: Layout, stage: int) -> Held:
     """What a rank of pipeline stage `stage` holds at its peak."""
-    zero, whole = _zero(layout), _chunks(layout, stage)
+    zero, whole = _zero(layout), held_chunks(layout, stage)
     sizes = sizes_of(
         layout.shape,
         ELEMENT_BYTES[layout.dtype],
@@ -72,7 +71,8 @@ def _zero(layout: Layout) -> int:
     return layout.zero if layout.shards > 1 and layout.trains_weights else 0
 
 
-def _chunks(layout: Layout, stage: int) -> tuple[Chunk, ...]:
+def held_chunks(layout: Layout, stage: int) -> tuple[Chunk, ...]:
+    """The chunks of a rank of pipeline stage `stage`, in the buckets of the layout's ZeRO stage."""
     whole_units = _zero(layout) == 3
     return rank_chunks(layout.shape, layout.tp, layout.pp, layout.virtual_stages, whole_units)[stage]
 

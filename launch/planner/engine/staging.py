@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.operators import ELEMENT_BYTES
+from triaxis.launch.planner.engine.buckets import STEPS, UNDER_WAY
+from triaxis.launch.planner.engine.memory import held_chunks
+from triaxis.launch.planner.layout import ELEMENT_BYTES, Layout, Recompute
 
-BUCKET_ELEMENTS: Final = 1 << 25
-UNDER_WAY: Final = 2
 PASSES: Final = 4  # after which no buffer is new
 EXCHANGING_RANKS: Final = 2
 """Groups whose all-reduce is an exchange; Gloo's own, of more ranks, works in pieces."""
@@ -134,30 +133,8 @@ def _sharded(
 
 
 def _buckets(layout: Layout, stage: int, layers: int) -> list[_Bucket]:
-    """A stage's buckets, filled as parallel/zero.py fills them."""
-    shape, tensor = layout.shape, layout.tp
-    first, last = stage == 0, stage == layout.pp - 1
-    table = shape.embedding_parameters() / tensor
-    inputs = [inside * outside / tensor for inside, outside in shape.attention_matmuls()]
-    inputs += [inside * outside / tensor for inside, outside in shape.mlp_matmuls(shape.ffn)]
-    units = [[(float(shape.hidden), 0)]] if last else []
-    if first:
-        units.append([(table, layers)])
-    units += [[(size, layers - layer) for size in (shape.hidden, *inputs)] for layer in range(layers)]
-    if last and not (shape.tied and first):
-        units.append([(table, 0)])
-    if layout.zero == 3:
-        return [bucket for unit in units for bucket in _filled(unit)]
-    return _filled([parameter for unit in units for parameter in unit])
-
-
-def _filled(parameters: Sequence[tuple[float, int]]) -> list[_Bucket]:
-    """Consecutive parameters (elements, when the gradient comes) until a bucket is full."""
-    buckets: list[_Bucket] = []
-    for elements, time in parameters:
-        if not buckets or buckets[-1].elements >= BUCKET_ELEMENTS:
-            buckets.append(_Bucket(elements=elements, last=time))
-        else:
-            full = buckets[-1]
-            buckets[-1] = _Bucket(elements=full.elements + elements, last=max(full.last, time))
-    return buckets
+    return [
+        _Bucket(elements=bucket.elements, last=min(bucket.last // STEPS, layers))
+        for chunk in held_chunks(layout, stage)
+        for bucket in chunk.buckets
+    ]

@@ -1,5 +1,5 @@
 """The step of this engine in closed form: its operators (operators.py), its lane of data-parallel messages
-(engine_data.py) and its pipeline (engine_pipeline.py), walked with few microbatches that stand for many.
+(data_lane.py) and its pipeline (pipeline.py), walked with few microbatches that stand for many.
 
 The simulation traces the engine and replays every rank; this is its shape, and a test holds the two together.
 """
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triaxis.launch.planner.buckets import Chunk, rank_chunks
 from triaxis.launch.planner.collectives import send_seconds
-from triaxis.launch.planner.engine_data import IDLE, Passes, finished, foreign, later, parts_of, prices_of
-from triaxis.launch.planner.engine_pipeline import RANKS, Walked, compiled, walk, walked_microbatches
-from triaxis.launch.planner.layout import TRIAXIS, Layout, Recompute
-from triaxis.launch.planner.operators import ELEMENT_BYTES, Operators
+from triaxis.launch.planner.engine.buckets import Chunk, rank_chunks
+from triaxis.launch.planner.engine.data_lane import (
+    IDLE,
+    Passes,
+    finished,
+    foreign,
+    later,
+    parts_of,
+    prices_of,
+)
+from triaxis.launch.planner.engine.operators import Operators
+from triaxis.launch.planner.engine.pipeline import RANKS, Walked, compiled, walk, walked_microbatches
+from triaxis.launch.planner.layout import QUANTIZED, TRIAXIS, Layout, Recompute
 from triaxis.launch.planner.step import StepTime
 
 
@@ -30,7 +38,7 @@ def is_own(layout: Layout) -> bool:
         and layout.recompute in (Recompute.NONE, Recompute.FULL)
         and not layout.offloaded
         and not layout.states_on_host
-        and layout.dtype in ELEMENT_BYTES
+        and layout.dtype not in QUANTIZED
     )
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds
-from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout
+from triaxis.launch.planner.layout import ELEMENT_BYTES, LOGIT_CHUNK, LOGIT_ROWS, Layout
 
-ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 HEAD_SMALL: Final = (23, 5)  # launches of the loss that depend on no size, forward and backward
 START_SMALL: Final = 12  # launches of a step before its first microbatch, and of clipping
 NORM_SMALL: Final = 10  # of the norm

@@ -13,11 +13,11 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
-from triaxis.launch.planner.buckets import ROOT, STEPS, UNDER_WAY, Chunk
 from triaxis.launch.planner.collectives import collective_seconds
-from triaxis.launch.planner.engine_pipeline import Seconds
+from triaxis.launch.planner.engine.buckets import ROOT, STEPS, UNDER_WAY, Chunk
+from triaxis.launch.planner.engine.operators import Operators, Part
+from triaxis.launch.planner.engine.pipeline import Seconds
 from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.operators import Operators, Part
 
 DIGITS: Final = 6  # of seconds by which states are told apart
 EXACT: Final = 12  # the same of layers
