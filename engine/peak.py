@@ -48,9 +48,9 @@ def give_back_freed_memory(environment: Mapping[str, str]) -> bool:
     """Has glibc map every tensor of 1 MiB or more by itself, so that a CPU rank holds what its tensors take.
 
     By default glibc raises the limit up to 32 MiB and cuts tensors from a heap that aligned blocks fragment: a rank
-    held up to 40% more, and other bytes in each run. Pages are made again: steps take 0 to 4% longer, with recompute and
-    large microbatches 7 to 14%. False, and nothing is done, where ranks are on GPUs, where there is no glibc, or where the environment
-    settles it (MALLOC_…, GLIBC_TUNABLES).
+    held up to 40% more, and other bytes in each run. Pages are made again: steps take 0 to 4% longer, with recompute
+    and large microbatches 7 to 14%. False, and nothing is done, where ranks are on GPUs, where there is no glibc, or
+    where the environment settles it (MALLOC_…, GLIBC_TUNABLES).
     """
     settled_outside = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environment)
     if settled_outside or torch.cuda.is_available():
