@@ -342,7 +342,8 @@ def test_model_states_are_what_the_engine_counts(zero: int, dtype: str) -> None:
 def test_a_rank_of_70b_takes_no_memory() -> None:
     """A sixteenth of the layers on one rank: tens of gigabytes are told of, and none is touched."""
     script = """
-import resource
+import torch
+from triaxis.engine.peak import peak_memory_bytes
 from triaxis.engine.step import StepPlan
 from triaxis.engine.trace.rank import trace_rank
 from triaxis.models.presets import load_config
@@ -350,7 +351,7 @@ from triaxis.parallel.topology import Topology
 
 plan = StepPlan(model=load_config("llama3-70b"), microbatch_size=1, microbatches=1, sequence_length=4096, dtype="bf16")
 traced = trace_rank(plan, Topology(pp=16), 15)
-print(sum(traced.program.held.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(sum(traced.program.held.values()), peak_memory_bytes(torch.device("cpu")))
 """
     told = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     held_bytes, resident_bytes = map(int, told.split())
