@@ -66,9 +66,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank had at once: allocated on a GPU, resident of the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    status = Path(
-        "/proc/self/status"
-    )  # getrusage would count what a parent held before it became this program
+    # getrusage would count what a parent held before it became this program
+    status = Path("/proc/self/status")
     peak = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
     if peak is not None:
         return int(peak[1]) * 1024
