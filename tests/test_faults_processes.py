@@ -319,7 +319,7 @@ def test_a_signal_at_any_moment_ends_with_a_whole_checkpoint_or_says_why_not(
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [
-        (signal.SIGTERM, True),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
         pytest.param(signal.SIGUSR1, False, marks=pytest.mark.full),
     ],
