@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,14 +144,13 @@ def _job(request: Request, chosen: Candidate, tokens: float | None) -> Job:
 def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Repriced]) -> list[str]:
     """Writes what --write and --report ask for; ValueError where a file cannot be written."""
     written: list[str] = []
-    flag, target = "--write", options.write
-    try:
-        if options.write is not None:
-            written += [str(path) for path in _write(options, answer)]
-        flag, target = "--report", options.report
-        if options.report is not None:
-            from triaxis.launch.planner.report import write_report
+    if options.write is not None:
+        with _writes("--write", options.write):
+            written += map(str, _write(options, answer))
+    if options.report is not None:
+        from triaxis.launch.planner.report import write_report
 
+        with _writes("--report", options.report):
             write_report(
                 options.report,
                 plan=answer.plan,
@@ -160,12 +160,19 @@ def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Rep
                 price=options.price,
                 simulated=tuple(simulated),
             )
-            written.append(str(options.report))
+        written.append(str(options.report))
+    return written
+
+
+@contextmanager
+def _writes(flag: str, target: Path) -> Iterator[None]:
+    """Names the flag whose target cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(
             f"`{flag}` must be a place that can be written, but {target} is not: {error.strerror}; give another"
         ) from error
-    return written
 
 
 def _write(options: argparse.Namespace, answer: _Answer) -> tuple[Path, ...]:

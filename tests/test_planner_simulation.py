@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from triaxis.engine.peak import OWN_MAPPING_BYTES
 from triaxis.engine.step import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.engine import step
+from triaxis.launch.planner.engine import staging, step
 from triaxis.launch.planner.engine.buckets import BUCKET_ELEMENTS
 from triaxis.launch.planner.engine.pipeline import compiled
 from triaxis.launch.planner.hardware import load_hardware
@@ -236,6 +237,7 @@ def test_few_ranks_and_microbatches_stand_for_many(seed: int, monkeypatch: pytes
 def test_constants_are_the_engines() -> None:
     assert (LOGIT_CHUNK, LOGIT_ROWS) == (CHUNK_LOGITS, CHUNK_TOKENS)
     assert BUCKET_ELEMENTS == DEFAULT_BUCKET_ELEMENTS
+    assert staging.OWN_MAPPING_BYTES == OWN_MAPPING_BYTES
 
 
 def test_a_large_vocabulary_costs_its_chunks() -> None:

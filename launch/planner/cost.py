@@ -15,9 +15,8 @@ from triaxis.launch.planner.engine.step import is_own, own_step_time
 from triaxis.launch.planner.layout import QUANTIZED, TRIAXIS, Layout, Recompute
 from triaxis.launch.planner.step import StepTime
 
-ALIGNED: Final = (
-    8  # elements: heads of other sizes begin between 16-byte words, and tensor cores cannot read them
-)
+ALIGNED: Final = 8
+"""Elements: heads of other sizes begin between 16-byte words, and tensor cores cannot read them."""
 FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
 _WIDE: Final = ("bf16", "fp16", "fp32")
 STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging

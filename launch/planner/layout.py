@@ -271,6 +271,11 @@ class Layout:
         return range(0, count * stride, stride)
 
 
+def logit_rows(tokens: float, vocabulary: float) -> float:
+    """Tokens of a chunk of this engine's loss, of a microbatch's `tokens`, with so many words here."""
+    return max(1.0, min(tokens, max(LOGIT_ROWS, LOGIT_CHUNK // vocabulary)))
+
+
 @lru_cache(maxsize=4096)
 def cut_evenly(layers: int, parts: int, first: float, last: float) -> tuple[int, ...]:
     """Layers of each part as partition_layers cuts them; layers are alike, so each goes to the cheapest part."""

@@ -85,13 +85,11 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     This engine's own layouts are followed through backward, as its trace is (engine/memory.py).
     """
     software = layout.software
-    kept = layer_activations(layout, _routed(layout, stage, layers) / layers)
-    held = _held(layout, kept)
     if is_own(layout):
         states = _states(layout, own_parameters(layout, stage), 0.0)
         besides = own_memory(layout, stage)
     else:
-        states, besides = _stage(layout, stage, layers, kept, held)
+        states, besides = _stage(layout, stage, layers)
     allocated = sum(states) + besides.total
     on_cpu = layout.hardware.context_bytes is not None
     return Memory(
@@ -103,7 +101,9 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
         buffers=besides.buffers,
         temporaries=besides.temporaries,
         fragments=0.0 if on_cpu else _fragmented(layout) * allocated,
-        context=process_bytes(layout, stage, layers, held=held, states=states, allocated=allocated)
+        context=process_bytes(
+            layout, stage, layers, held=_held(layout, stage, layers), states=states, allocated=allocated
+        )
         if on_cpu
         else software.context_bytes
         + (layout.replicas > 1) * software.bucket_bytes
@@ -112,18 +112,21 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
     )
 
 
-def _held(layout: Layout, kept: float) -> float:
-    """Bytes of one microbatch between a layer's forward and backward, of the `kept` ones without recompute."""
+def _kept_by_layer(layout: Layout, stage: int, layers: int) -> float:
+    """Bytes of one microbatch that a layer of the stage keeps for backward, without recompute."""
+    return layer_activations(layout, _routed(layout, stage, layers) / layers)
+
+
+def _held(layout: Layout, stage: int, layers: int) -> float:
+    """Bytes of one microbatch between a layer's forward and backward."""
     inputs = ELEMENT_BYTES[layout.dtype] * layout.tokens * layout.shape.hidden / _outer(layout)
     if layout.recompute in (Recompute.SELECTIVE, Recompute.MLP) and layout.flash_attention:
-        return max(kept * layout.software.selective_kept, inputs)
-    return inputs if layout.recompute == Recompute.FULL else kept
+        return max(_kept_by_layer(layout, stage, layers) * layout.software.selective_kept, inputs)
+    return inputs if layout.recompute == Recompute.FULL else _kept_by_layer(layout, stage, layers)
 
 
-def _stage(
-    layout: Layout, stage: int, layers: int, kept: float, held: float
-) -> tuple[tuple[float, float, float], Held]:
-    """Model states and what another engine holds besides. kept, held: of a layer's activations, see `_held`"""
+def _stage(layout: Layout, stage: int, layers: int) -> tuple[tuple[float, float, float], Held]:
+    """Model states and what another engine holds besides."""
     shape, software = layout.shape, layout.software
     routed = _routed(layout, stage, layers)
     last = stage == layout.pp - 1
@@ -140,7 +143,10 @@ def _stage(
         dense += shape.bound_rows * shape.hidden
     expert = routed * expert_layer
     states = _states(layout, dense, expert)
-    working = _layer_temporaries(layout) + (kept if layout.recompute == Recompute.FULL else 0.0)
+    held = _held(layout, stage, layers)
+    working = _layer_temporaries(layout)
+    if layout.recompute == Recompute.FULL:
+        working += _kept_by_layer(layout, stage, layers)
     in_flight = layers_in_flight(layout, stage, layers)
     activations = in_flight * held * (1 - layout.offloaded)
     if layout.offloaded:  # the chunk in use is here all the same

@@ -142,8 +142,7 @@ def _recommended(model: ModelConfig, hardware: Hardware, seq: int) -> Candidate 
         found = [
             one
             for one in candidates(request, space=space)
-            if one.memory_bytes <= COMFORTABLE * hardware.memory_bytes
-            and one.layout.tp <= hardware.gpus_per_node
+            if one.memory_bytes <= COMFORTABLE * hardware.memory_bytes and not one.crosses_nodes
         ]
         if found:
             return min(found, key=by_preference)

@@ -136,12 +136,10 @@ def score(path: Path | str = SHIPPED) -> Score:
 def predict(run: Run) -> Scored:
     """The planner's figures for one run."""
     predicted, room = memory(run.layout), run.layout.hardware.memory_bytes
-    reading = {
+    reading = {  # a full device's fragments are freed
         Reading.ALLOCATED: predicted.allocated,
         Reading.RESERVED: max(predicted.allocated, min(predicted.reserved, room)),
-        Reading.DEVICE: max(
-            predicted.allocated, min(predicted.total, room)
-        ),  # a full device's fragments are freed
+        Reading.DEVICE: max(predicted.allocated, min(predicted.total, room)),
     }[run.memory_reading]
     return Scored(
         run=run, tokens_per_s_per_gpu=step_time(run.layout).tokens_per_s_per_gpu, memory_bytes=reading

@@ -84,6 +84,10 @@ class Shape:
             return self.head_size, self.head_size
         return self.latent.plain + self.latent.rotary, self.latent.value
 
+    def attention_features(self, tensor: int) -> tuple[float, float]:
+        """Of the queries, and of the keys or the values, on one of `tensor` ranks, without latents."""
+        return self.heads * self.head_size / tensor, max(self.kv_heads / tensor, 1.0) * self.head_size
+
     def attention_parameters(self) -> int:
         """Weights of one layer's attention."""
         return _weights(self.attention_matmuls())

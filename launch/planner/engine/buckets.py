@@ -147,8 +147,8 @@ def chunk_of(shape: Shape, tensor: int, layers: int, *, first: bool, last: bool,
     hidden, bias = shape.hidden, 1 if shape.biased else 0
     norm = (hidden,) if shape.rms else (hidden, hidden)
     table = -(-shape.vocab // tensor) * hidden
-    query = shape.heads * shape.head_size / tensor
-    fused = query + 2 * max(shape.kv_heads / tensor, 1.0) * shape.head_size
+    query, keys = shape.attention_features(tensor)
+    fused = query + 2 * keys
     inner = (shape.mlp_matrices - 1) * shape.ffn / tensor
     apart = shape.tied and not (first and last)  # a tied table on two stages
     shared = shape.tied and first and last

@@ -15,7 +15,7 @@ from typing import Final
 
 from triaxis.launch.planner.engine.buckets import STEPS, Chunk, chunk_of, rank_chunks
 from triaxis.launch.planner.engine.pool import NOTHING, Pooled, heaviest_passes, pooled
-from triaxis.launch.planner.layout import ELEMENT_BYTES, LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
+from triaxis.launch.planner.layout import ELEMENT_BYTES, Layout, Recompute, logit_rows
 from triaxis.launch.planner.shapes import Shape
 
 ROW_BYTES: Final = 9  # kept for each row that the embedding looked up
@@ -133,8 +133,8 @@ def sizes_of(shape: Shape, element: int, *, tokens: float, tensor: int, cut: boo
     whole = tokens * shape.hidden
     outside = whole / (tensor if cut else 1)
     h, w = element * outside, element * whole
-    query = shape.heads * shape.head_size / tensor
-    fused = query + 2 * max(shape.kv_heads / tensor, 1.0) * shape.head_size
+    query, keys = shape.attention_features(tensor)
+    fused = query + 2 * keys
     width = shape.ffn / tensor
     inner = (shape.mlp_matrices - 1) * width
     q, f, i, d = (element * tokens * features for features in (query, fused, inner, width))
@@ -173,7 +173,7 @@ def sizes_of(shape: Shape, element: int, *, tokens: float, tensor: int, cut: boo
 def _logits(shape: Shape, element: int, wide: int, tokens: float, tensor: int) -> float:
     """Of a chunk of tokens at the height of the loss's backward, and the head's gradient from one chunk."""
     vocabulary = -(-shape.vocab // tensor)
-    rows = max(1.0, min(tokens, max(LOGIT_ROWS, LOGIT_CHUNK // vocabulary)))
+    rows = logit_rows(tokens, vocabulary)
     narrow = wide > element
     each = vocabulary * (wide + (element if narrow else 0))
     following = min(rows, tokens - rows)  # the next chunk's are made before this one's go

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triaxis.launch.planner.collectives import collective_seconds
-from triaxis.launch.planner.layout import ELEMENT_BYTES, LOGIT_CHUNK, LOGIT_ROWS, Layout
+from triaxis.launch.planner.layout import ELEMENT_BYTES, Layout, logit_rows
 
 HEAD_SMALL: Final = (23, 5)  # launches of the loss that depend on no size, forward and backward
 START_SMALL: Final = 12  # launches of a step before its first microbatch, and of clipping
@@ -37,7 +37,6 @@ class Part:
     forward: float
     backward: float
     forward_messages: float
-    backward_messages: float
     steps: tuple[float, ...]
     again: float = 0.0
 
@@ -52,8 +51,7 @@ class Operators:
         self.wide = max(self.element, 4)
         self.tokens = layout.tokens
         self.outer = layout.tokens / (tensor if layout.sequence_parallel else 1)
-        self.query = shape.heads * shape.head_size / tensor
-        self.keys = max(shape.kv_heads / tensor, 1.0) * shape.head_size
+        self.query, self.keys = shape.attention_features(tensor)
         self.fused = self.query + 2 * self.keys
         self.width = shape.ffn / tensor
         self.inner = (shape.mlp_matrices - 1) * self.width
@@ -169,7 +167,6 @@ class Operators:
             again=forward + 2 * self._norm(),
             backward=sum(computing),
             forward_messages=2 * self._around(),
-            backward_messages=sum(messages),
             steps=tuple(map(sum, zip(computing, messages, strict=True))),
         )
 
@@ -234,14 +231,13 @@ class Operators:
             forward=self.seconds([*self.traffic(size, 2, 2), *positions], small=5),
             backward=sum(computing),
             forward_messages=self.message(sums, self.element * size),
-            backward_messages=gather,
             steps=(computing[0], computing[1] + gather),
         )
 
     def head(self) -> Part:
         """The last norm and the loss, whose logits come in chunks."""
         hidden, vocabulary = self.shape.hidden, self.vocabulary
-        rows = max(1.0, min(self.tokens, max(LOGIT_ROWS, LOGIT_CHUNK // vocabulary)))
+        rows = logit_rows(self.tokens, vocabulary)
         chunks = math.ceil(self.tokens / rows)
         rows = self.tokens / chunks
         logits, e, w = rows * vocabulary, self.element, self.wide
@@ -272,7 +268,6 @@ class Operators:
             forward=chunks * self.seconds(forward, small=2) + self._norm() + self.seconds((), HEAD_SMALL[0]),
             backward=sum(computing),
             forward_messages=gather + small,
-            backward_messages=gather + sums,
             steps=(computing[0] + gather + sums, computing[1]),
         )
 

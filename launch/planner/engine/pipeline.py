@@ -12,9 +12,8 @@ from typing import Final
 
 from triaxis.parallel.schedule import Kind, Schedule, ScheduleName, make_schedule
 
-RANKS: Final = (
-    8  # that are walked of 1F1B; more of them in the middle lengthen the way through, and nothing else
-)
+RANKS: Final = 8
+"""That are walked of 1F1B; more of them in the middle lengthen the way through, and nothing else."""
 SETTLING: Final = 4  # microbatches beyond pp after which 1F1B does the same in each
 GROUPS: Final = 3  # of pp microbatches after which the interleaved schedule does
 

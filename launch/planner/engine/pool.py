@@ -50,9 +50,8 @@ class _Pool:
     def __init__(self) -> None:
         self._made, self._reduced = 0.0, 0.0
         self._free = Counter[float]()
-        self._under_way: dict[
-            tuple[int, int], tuple[float, float]
-        ] = {}  # elements of the buffer, of its result
+        # elements of the buffer, of its result
+        self._under_way: dict[tuple[int, int], tuple[float, float]] = {}
         self._known: set[int] = set()
 
     @property

@@ -17,9 +17,9 @@ from typing import Final
 
 from triaxis.launch.planner.engine.buckets import STEPS, UNDER_WAY
 from triaxis.launch.planner.engine.memory import held_chunks
+from triaxis.launch.planner.engine.pool import SETTLED
 from triaxis.launch.planner.layout import ELEMENT_BYTES, Layout, Recompute
 
-PASSES: Final = 4  # after which no buffer is new
 EXCHANGING_RANKS: Final = 2
 """Groups whose all-reduce is an exchange; Gloo's own, of more ranks, works in pieces."""
 OWN_MAPPING_BYTES: Final = 1 << 20
@@ -111,7 +111,7 @@ def _sharded(
         del held[index]
         free[sizes[index]] += 1
 
-    for number in range(int(min(layout.microbatches, PASSES))):
+    for number in range(int(min(layout.microbatches, SETTLED))):
         for index, size in enumerate(sizes):
             here = beside[index] + gathered[index]
             if free[size]:
