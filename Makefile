@@ -13,7 +13,7 @@ TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help set-up train test test-full crash-test check format bench view clean
+.PHONY: help set-up train test test-pure test-full crash-test check format bench view clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics and pi
 
 test: check  ## lint, format, types and all tests
 	@$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-pure: $(STAMP)  ## the tests that need no torch, in seconds
+	@$(BIN)/python -m pytest -q tests/pure
 
 test-full: check  ## the same, with every layout instead of a sample
 	@TRIAXIS_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal

@@ -18,7 +18,10 @@ setup(
     package_dir={f"triaxis.{room}": room for room in ROOMS},
     package_data={
         **{f"triaxis.{room}": ["py.typed"] for room in ROOMS},
-        "triaxis.launch.planner": ["*.toml", "*.html", "data/*.csv"],
+        "triaxis.launch.planner": ["*.toml"],
+        "triaxis.launch.hardware": ["*.toml"],
+        "triaxis.launch.published": ["data/*.csv"],
+        "triaxis.launch.pages": ["*.html"],
         "triaxis.launch.simulator": ["page/*"],
     },
     install_requires=[

@@ -22,9 +22,9 @@ from triaxis.engine.optimizer import UpdateRule
 from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.models.batch import Batch
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.mesh import Mesh, build_mesh
-from triaxis.parallel.process_world import open_process_world
-from triaxis.parallel.topology import Topology
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.mesh import Mesh, build_mesh
+from triaxis.parallel.worlds.process import open_process_world
 
 LEARNING_RATE = 1e-3
 

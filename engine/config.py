@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.schedule import ScheduleName
-from triaxis.parallel.topology import Topology
+from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.places.topology import Topology
 
 
 class ConfigError(ValueError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triaxis.parallel.data_parallel import Shard
+from triaxis.parallel.replicas.data_parallel import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

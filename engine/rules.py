@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
-from triaxis.engine.legal_values import divisors, listed, nearest, nearest_divisors
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
-from triaxis.parallel.schedule import ScheduleName
-from triaxis.parallel.topology import Topology, resolve_topology
+from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.places.legal_values import divisors, listed, nearest, nearest_divisors
+from triaxis.parallel.places.topology import Topology, resolve_topology
 
 DEFAULT_MICROBATCH_SIZE = 4
 DEFAULT_STEPS = 100

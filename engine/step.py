@@ -20,14 +20,14 @@ from triaxis.models.batch import Batch
 from triaxis.models.blocks import Block
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.data_parallel import DataParallel
-from triaxis.parallel.initialize import initialize_parameter
-from triaxis.parallel.mesh import Mesh
-from triaxis.parallel.partition import partition_layers
-from triaxis.parallel.pipeline import PipelineExecutor
-from triaxis.parallel.schedule import lower, make_schedule
-from triaxis.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
-from triaxis.parallel.zero import DEFAULT_BUCKET_ELEMENTS, ZeroDataParallel
+from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from triaxis.parallel.pipeline.executor import PipelineExecutor
+from triaxis.parallel.pipeline.schedule import lower, make_schedule
+from triaxis.parallel.places.partition import partition_layers
+from triaxis.parallel.replicas.data_parallel import DataParallel
+from triaxis.parallel.replicas.initialize import initialize_parameter
+from triaxis.parallel.replicas.zero import DEFAULT_BUCKET_ELEMENTS, ZeroDataParallel
+from triaxis.parallel.worlds.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
@@ -157,7 +157,7 @@ def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
 
 
 def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
-    from triaxis.parallel.fsdp import FsdpDataParallel  # torch.distributed is for the process world
+    from triaxis.parallel.replicas.fsdp import FsdpDataParallel  # torch.distributed is for the process world
 
     return FsdpDataParallel(
         stages,

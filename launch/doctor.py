@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from triaxis.launch.planner.machine import Item
-    from triaxis.launch.planner.measure import Rates
+    from triaxis.launch.hardware.machine import Item
+    from triaxis.launch.hardware.measure import Rates
 
 DESCRIPTION = """Says what this machine has (GPUs, links, NCCL or Gloo, kernels, and why others are not there), measures
 matrix products and collectives on all ranks at once for about 20 seconds, without GPUs also the memory that a rank's
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"`--ranks` must be at least 1, but is {options.ranks}")
     if not options.seconds > 0:
         parser.error(f"`--seconds` must be more than 0, but is {options.seconds:g}")
-    from triaxis.launch.planner.machine import inspect_machine  # imports torch
+    from triaxis.launch.hardware.machine import inspect_machine  # imports torch
 
     sections = inspect_machine()
     if not options.json:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section: {item.name: asdict(item) for item in items} for section, items in sections.items()
     }
     if not options.no_measure:
-        from triaxis.launch.planner.measure import default_ranks, measure_machine
+        from triaxis.launch.hardware.measure import default_ranks, measure_machine
 
         ranks = options.ranks or default_ranks()
         if not options.json:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _toml(rates: Rates) -> str:
-    from triaxis.launch.planner.measured import hardware_toml
+    from triaxis.launch.hardware.measured import hardware_toml
 
     return hardware_toml(
         name=f"{rates.device} on {platform.node() or 'this machine'}",

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triaxis.launch.planner import plan_json, present
-from triaxis.launch.planner.artefacts import Cluster, Job, job_name, torchrun_command, write_artefacts
+from triaxis.launch.hardware.hardware import Hardware, load_hardware
+from triaxis.launch.jobs.artefacts import Cluster, Job, job_name, torchrun_command, write_artefacts
+from triaxis.launch.pages import plan_json, present
+from triaxis.launch.pages.plan_parser import plan_parser
+from triaxis.launch.pages.shortfall import shortfall
 from triaxis.launch.planner.explain import Explanation, explain, neighbours, parse_wish
-from triaxis.launch.planner.hardware import Hardware, load_hardware
 from triaxis.launch.planner.memory_tables import MODELS, model_states, needs
-from triaxis.launch.planner.plan_parser import plan_parser
-from triaxis.launch.planner.recommended import nearest
 from triaxis.launch.planner.reprice import Repriced, reprice_best
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Candidate, Plan, Request, search
-from triaxis.launch.planner.shortfall import shortfall
 from triaxis.launch.planner.table import by_rule, decision_table
+from triaxis.launch.published.recommended import nearest
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import PRESETS, load_config
 
@@ -148,7 +148,7 @@ def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Rep
         with _writes("--write", options.write):
             written += map(str, _write(options, answer))
     if options.report is not None:
-        from triaxis.launch.planner.report import write_report
+        from triaxis.launch.pages.report import write_report
 
         with _writes("--report", options.report):
             write_report(
@@ -276,7 +276,7 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> int:
 
 
 def _score(options: argparse.Namespace) -> int:
-    from triaxis.launch.planner.score import main as score_main
+    from triaxis.launch.published.score import main as score_main
 
     return score_main([str(options.score), *(["--json"] if options.json else [])])
 

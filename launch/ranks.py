@@ -20,12 +20,12 @@ from triaxis.engine.faults.interruption import EXIT_REQUEUE, Interruption
 from triaxis.engine.faults.presence import dead_ranks
 from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
-from triaxis.engine.trainer import Summary, train
+from triaxis.engine.run.trainer import Summary, train
 from triaxis.launch.directory import REQUEUE_NAME
 from triaxis.launch.environment import Launch
-from triaxis.parallel.failure import RankError
-from triaxis.parallel.process_world import open_process_world
-from triaxis.parallel.thread_world import run_threads
+from triaxis.parallel.worlds.failure import RankError
+from triaxis.parallel.worlds.process import open_process_world
+from triaxis.parallel.worlds.thread import run_threads
 
 FOR_PEOPLE = (ValueError, OSError, FloatingPointError, RankError, SaveError, ReplicaError)
 """Errors whose message says enough; any other is a fault of ours, and its traceback is kept."""

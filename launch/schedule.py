@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from triaxis.parallel.schedule import ScheduleName, make_schedule
-from triaxis.parallel.schedule_check import check
-from triaxis.parallel.schedule_draw import draw, summary, svg
+from triaxis.parallel.pipeline.check import check
+from triaxis.parallel.pipeline.draw import draw, summary, svg
+from triaxis.parallel.pipeline.schedule import ScheduleName, make_schedule
 
 
 class _Parser(argparse.ArgumentParser):

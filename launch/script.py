@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triaxis.engine.config import ConfigError, RunConfig, resolve
 from triaxis.launch.flags import parse_flags
-from triaxis.launch.planner.artefacts import (
+from triaxis.launch.jobs.artefacts import (
     GRACE_SECONDS,
     Cluster,
     Job,
@@ -20,7 +20,7 @@ from triaxis.launch.planner.artefacts import (
     torchrun_script,
     train_job,
 )
-from triaxis.launch.planner.sbatch_check import check_sbatch
+from triaxis.launch.jobs.sbatch_check import check_sbatch
 
 DESCRIPTION = """Writes what starts a run, to standard output or a file. The flags of triaxis.launch.train follow `--`;
 they are checked for the ranks that the script will start, so a run that cannot work is refused here.

@@ -13,7 +13,7 @@ import tyro
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, resolve
 from triaxis.launch.flags import parse_with
-from triaxis.launch.planner.hardware import Hardware, load_hardware
+from triaxis.launch.hardware.hardware import Hardware, load_hardware
 
 EXIT_UNPROVED, EXIT_CONFIGURATION = 1, 2
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, resolve, run_directory
 from triaxis.engine.faults.interruption import EXIT_REQUEUE
-from triaxis.engine.faults.resume import adapt, check_same_run, find_start
+from triaxis.engine.run.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
 from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch
 from triaxis.launch.flags import parse_flags
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _refuse(error)
         time.sleep(SPEAKER_SECONDS)  # a launcher ends all ranks as soon as one is gone: rank 0 speaks first
         return EXIT_CONFIGURATION
-    from triaxis.engine.peak import give_back_freed_memory  # imports torch
+    from triaxis.engine.run.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 
     for warning in overlap_warnings(os.environ) if launch.rank == 0 else ():

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.norm import Norm
 from triaxis.models.rotary import rotate_
-from triaxis.parallel.mesh import Mesh
-from triaxis.parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
+from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from triaxis.parallel.worlds.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from triaxis.models.activation import swiglu
 from triaxis.models.attention import Attention, SequenceContext
 from triaxis.models.config import ActivationKind, ModelConfig
 from triaxis.models.norm import Norm
-from triaxis.parallel.mesh import Mesh
-from triaxis.parallel.tensor import ColumnParallelLinear, Part, RowParallelLinear
+from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from triaxis.parallel.worlds.mesh import Mesh
 
 
 def gelu(input: Tensor) -> Tensor:

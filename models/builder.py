@@ -17,10 +17,10 @@ from triaxis.models.blocks import Block
 from triaxis.models.config import ModelConfig, PositionKind
 from triaxis.models.norm import Norm
 from triaxis.models.rotary import rotary_tables
-from triaxis.parallel.group import Group
-from triaxis.parallel.layout import Init, declare, replicated
-from triaxis.parallel.mesh import Mesh
-from triaxis.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from triaxis.parallel.places.layout import Init, declare, replicated
+from triaxis.parallel.worlds.group import Group
+from triaxis.parallel.worlds.mesh import Mesh
 
 EMBEDDING_NAME = "model.embed_tokens"
 HEAD_NAME = "lm_head"

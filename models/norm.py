@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from triaxis.models.config import NormKind
-from triaxis.parallel.layout import Init, declare, replicated
-from triaxis.parallel.mesh import Mesh
+from triaxis.parallel.places.layout import Init, declare, replicated
+from triaxis.parallel.worlds.mesh import Mesh
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -17,11 +17,11 @@ from triaxis.engine.optimizer import UpdateRule
 from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.group import World
-from triaxis.parallel.layout import ParameterLayout
-from triaxis.parallel.mesh import Mesh, build_mesh
-from triaxis.parallel.thread_world import run_threads
-from triaxis.parallel.topology import Topology
+from triaxis.parallel.places.layout import ParameterLayout
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import Mesh, build_mesh
+from triaxis.parallel.worlds.thread import run_threads
 
 LENGTH = 16
 LEARNING_RATE = 1e-3

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agreement import LEARNING_RATE, MODEL, Layout, Piece, assemble, plan_of, sequences
 from torch import Tensor
 
+from tests.agreement import LEARNING_RATE, MODEL, Layout, Piece, assemble, plan_of, sequences
 from triaxis.engine.checkpoint.store import CheckpointStore, RunState
 from triaxis.engine.optimizer import MOMENTS
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.group import World
-from triaxis.parallel.mesh import build_mesh
-from triaxis.parallel.thread_world import run_threads
-from triaxis.parallel.topology import Topology
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import build_mesh
+from triaxis.parallel.worlds.thread import run_threads
 
 
 def state_at(step: int, **changes: object) -> RunState:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from agreement import MODEL, RULES
 
+from tests.agreement import MODEL, RULES
 from triaxis.engine.step import StepPlan
-from triaxis.parallel.events import Cluster, Communicate, Event, Program, Segment, Step, Wait
-from triaxis.parallel.replay import ALONE
-from triaxis.parallel.topology import Topology
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.programs.lockstep import ALONE
+from triaxis.parallel.programs.program import Cluster, Communicate, Event, Program, Segment, Step, Wait
 
 LENGTH = 8
 

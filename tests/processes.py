@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from triaxis.parallel.group import World
-from triaxis.parallel.process_world import open_process_world
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.process import open_process_world
 
 
 def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list[Any]:

@@ -14,9 +14,9 @@ from triaxis.engine.checkpoint.manifest import read_manifest
 from triaxis.engine.config import RunConfig, resolve
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.supervision import Supervision
-from triaxis.engine.trainer import Summary, train
-from triaxis.parallel.group import World
-from triaxis.parallel.thread_world import run_threads
+from triaxis.engine.run.trainer import Summary, train
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.thread import run_threads
 
 MODEL = {
     "vocab_size": 257,

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from triaxis.parallel.group import Group
+from triaxis.parallel.worlds.group import Group
 
 Json = object
 

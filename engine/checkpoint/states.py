@@ -10,8 +10,8 @@ from torch import Tensor
 
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.optimizer import ShardOptimizer
-from triaxis.parallel.bucket import Segment
-from triaxis.parallel.data_parallel import Shard
+from triaxis.parallel.replicas.bucket import Segment
+from triaxis.parallel.replicas.data_parallel import Shard
 
 Offsets = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from triaxis.engine.checkpoint.agreement import gather_json
-from triaxis.engine.faults.saving import Counters
+from triaxis.engine.run.saving import Counters
 from triaxis.engine.step import StepResult, TrainingStep
 
 MOST_SKIPPED_IN_A_ROW = 10

@@ -13,7 +13,7 @@ import torch
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.watchdog import Watchdog
 from triaxis.engine.step import TrainingStep
-from triaxis.parallel.mesh import Mesh
+from triaxis.parallel.worlds.mesh import Mesh
 
 
 class Watch(Protocol):

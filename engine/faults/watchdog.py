@@ -19,8 +19,8 @@ from types import FrameType, TracebackType
 
 from triaxis.engine.faults.presence import Presence, is_dead, machine
 from triaxis.engine.step import TrainingStep
-from triaxis.parallel.failure import INSIDE
-from triaxis.parallel.mesh import Mesh
+from triaxis.parallel.worlds.failure import INSIDE
+from triaxis.parallel.worlds.mesh import Mesh
 
 HANG_FOLDER = "hang"
 STANDARD_LIBRARY = os.path.dirname(os.__file__)

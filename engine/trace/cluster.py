@@ -17,11 +17,20 @@ import torch
 from triaxis.engine.step import StepPlan, summed_dtype
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
-from triaxis.parallel.bucket import cut_segments
-from triaxis.parallel.events import Cluster, Communicate, Event, Program, Segment, Step, Wait, members_with
-from triaxis.parallel.topology import Topology
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.programs.program import (
+    Cluster,
+    Communicate,
+    Event,
+    Program,
+    Segment,
+    Step,
+    Wait,
+    members_with,
+)
+from triaxis.parallel.replicas.bucket import cut_segments
 
-SUMMED_AT = "parallel/data_parallel.py"
+SUMMED_AT = "replicas/data_parallel.py"
 
 
 def trace_cluster(

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from triaxis.parallel.events import KINDS, Compute, MemoryCurve, MemoryKind
-from triaxis.parallel.recording import Recorder
+from triaxis.parallel.programs.program import KINDS, Compute, MemoryCurve, MemoryKind
+from triaxis.parallel.worlds.recording import Recorder
 
 aten = torch.ops.aten
 FACTORIES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}

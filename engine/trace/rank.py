@@ -18,8 +18,12 @@ from torch.autograd import Function
 from triaxis.engine.step import StepPlan, TrainingStep, build_stages
 from triaxis.engine.trace.meter import Known, Meter
 from triaxis.models.batch import Batch
-from triaxis.parallel.bucket import Bucket
-from triaxis.parallel.events import (
+from triaxis.parallel.pipeline.executor import PipelineChunk
+from triaxis.parallel.pipeline.schedule import Action, Kind
+from triaxis.parallel.places.layout import ParameterLayout, named_layouts
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.programs.lockstep import ALONE
+from triaxis.parallel.programs.program import (
     PIPELINE,
     SETUP,
     UPDATE,
@@ -32,16 +36,12 @@ from triaxis.parallel.events import (
     Step,
     Wait,
 )
-from triaxis.parallel.group import Group, World
-from triaxis.parallel.layout import ParameterLayout, named_layouts
-from triaxis.parallel.mesh import build_mesh
-from triaxis.parallel.pipeline import PipelineChunk
-from triaxis.parallel.recording import Recorder, RecordingWorld
-from triaxis.parallel.replay import ALONE
-from triaxis.parallel.schedule import Action, Kind
-from triaxis.parallel.topology import Topology
-from triaxis.parallel.trace_world import TraceWorld
-from triaxis.parallel.zero import REDUCTIONS_UNDER_WAY, ZeroDataParallel
+from triaxis.parallel.replicas.bucket import Bucket
+from triaxis.parallel.replicas.zero import REDUCTIONS_UNDER_WAY, ZeroDataParallel
+from triaxis.parallel.worlds.group import Group, World
+from triaxis.parallel.worlds.mesh import build_mesh
+from triaxis.parallel.worlds.recording import Recorder, RecordingWorld
+from triaxis.parallel.worlds.trace import TraceWorld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

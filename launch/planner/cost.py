@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from triaxis.launch.planner.collectives import collective_seconds, send_seconds
+from triaxis.launch.hardware.collectives import collective_seconds, send_seconds
 from triaxis.launch.planner.engine.step import is_own, own_step_time
 from triaxis.launch.planner.layout import QUANTIZED, TRIAXIS, Layout, Recompute
 from triaxis.launch.planner.step import StepTime

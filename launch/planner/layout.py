@@ -8,7 +8,7 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Final
 
-from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.shapes import Shape
 
 

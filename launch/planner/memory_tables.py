@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.layout import DEEPSPEED, FSDP, MEGATRON, TRIAXIS, Layout, Recompute, Software
 from triaxis.launch.planner.memory import memory
 from triaxis.launch.planner.search import Candidate, Request, Space, by_preference, candidates, lightest

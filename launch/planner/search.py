@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triaxis.engine.config import ConfigError, RunConfig, resolve
-from triaxis.engine.legal_values import divisors
+from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.accuracy import memory_band, time_band
 from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.hardware import Hardware
 from triaxis.launch.planner.layout import Layout, Recompute
 from triaxis.launch.planner.memory import Memory, memory
 from triaxis.launch.planner.shapes import shape_of
 from triaxis.launch.planner.step import StepTime
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.schedule import ScheduleName
+from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.places.legal_values import divisors
 
 EQUAL = 0.02
 """Times closer than this are told apart by nothing here; then the simpler layout is chosen."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.search import EQUAL, Candidate, Request, candidates, search, simplicity
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config

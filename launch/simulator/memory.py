@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from triaxis.parallel.events import KINDS, MemoryKind, Program, Segment, Step
+from triaxis.parallel.programs.program import KINDS, MemoryKind, Program, Segment, Step
 
 STEADY_TURNS = 8
 SMALL_BLOCK, ROUNDING = 1 << 20, 512

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from triaxis.engine.config import ResolvedRun, RunConfig
-from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.simulator.memory import MemoryUse, memory_use, reserved_bytes
 from triaxis.launch.simulator.timeline import Disturbance, Prices, Row, Timeline, simulate
-from triaxis.parallel.events import KINDS, SETUP, Cluster, Communicate, Program
-from triaxis.parallel.group import sent_bytes
-from triaxis.parallel.proof import Proof
+from triaxis.parallel.programs.program import KINDS, SETUP, Cluster, Communicate, Program
+from triaxis.parallel.programs.proof import Proof
+from triaxis.parallel.worlds.group import sent_bytes
 
 OBLIGATIONS = ("agreement", "channels", "progress", "one queue", "handles", "gradients", "memory")
 CONTEXT_BYTES = 1 << 30

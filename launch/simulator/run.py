@@ -8,12 +8,12 @@ from dataclasses import replace
 from triaxis.engine.config import ResolvedRun, RunConfig
 from triaxis.engine.step import step_plan
 from triaxis.engine.trace.cluster import trace_cluster
-from triaxis.launch.planner.hardware import Hardware
+from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.simulator.result import Simulation, price
 from triaxis.launch.simulator.timeline import Disturbance
-from triaxis.parallel.events import Cluster
-from triaxis.parallel.proof import prove
-from triaxis.parallel.shrink import Smallest, smallest
+from triaxis.parallel.programs.program import Cluster
+from triaxis.parallel.programs.proof import prove
+from triaxis.parallel.programs.shrink import Smallest, smallest
 
 MOST_MICROBATCHES = 8
 

@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from triaxis.launch.planner.collectives import collective_seconds, send_seconds
-from triaxis.launch.planner.hardware import Hardware
-from triaxis.parallel.events import PIPELINE, SETUP, Cluster, Communicate, Compute, Program, Segment, Wait
-from triaxis.parallel.replay import ALONE, Call, Item, Replay, rank_classes
+from triaxis.launch.hardware.collectives import collective_seconds, send_seconds
+from triaxis.launch.hardware.hardware import Hardware
+from triaxis.parallel.programs.lockstep import ALONE, Call, Item, Replay, rank_classes
+from triaxis.parallel.programs.program import (
+    PIPELINE,
+    SETUP,
+    Cluster,
+    Communicate,
+    Compute,
+    Program,
+    Segment,
+    Wait,
+)
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 FREE = ("new_group",)

@@ -66,7 +66,7 @@ def moments() -> dict[str, tuple[Any, str]]:
     """Functions in which a rank dies, by what they are part of."""
     from triaxis.engine.checkpoint import storage
     from triaxis.engine.checkpoint.store import CheckpointStore
-    from triaxis.engine.metrics import MetricsWriter
+    from triaxis.engine.run.metrics import MetricsWriter
     from triaxis.engine.step import TrainingStep
 
     return {

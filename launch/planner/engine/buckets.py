@@ -1,4 +1,4 @@
-"""What a chunk of this engine's model holds on one rank, and how parallel/zero.py cuts it into buckets.
+"""What a chunk of this engine's model holds on one rank, and how parallel/replicas/zero.py cuts it into buckets.
 
 Backward passes through units: the head (0) with the last norm, the layers from the last (1) to the first, and the
 embedding with the learned positions. Each has up to STEPS steps, after each of which one parameter's gradient is

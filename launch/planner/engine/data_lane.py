@@ -1,4 +1,4 @@
-"""A rank's computing beside its lane of data-parallel messages, as parallel/zero.py drives the two.
+"""A rank's computing beside its lane of data-parallel messages, as parallel/replicas/zero.py drives the two.
 
 Messages run one behind the other. ZeRO 0 and 1 reduce each bucket once, in the last microbatch's backward; ZeRO 2 in
 every backward, at most UNDER_WAY of them not waited for; ZeRO 3 besides gathers a unit's parameters while the one
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
-from triaxis.launch.planner.collectives import collective_seconds
+from triaxis.launch.hardware.collectives import collective_seconds
 from triaxis.launch.planner.engine.buckets import ROOT, STEPS, UNDER_WAY, Chunk
 from triaxis.launch.planner.engine.operators import Operators, Part
 from triaxis.launch.planner.engine.pipeline import Seconds

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from triaxis.launch.planner.collectives import collective_seconds
+from triaxis.launch.hardware.collectives import collective_seconds
 from triaxis.launch.planner.layout import ELEMENT_BYTES, Layout, logit_rows
 
 HEAD_SMALL: Final = (23, 5)  # launches of the loss that depend on no size, forward and backward

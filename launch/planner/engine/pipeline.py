@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from triaxis.parallel.schedule import Kind, Schedule, ScheduleName, make_schedule
+from triaxis.parallel.pipeline.schedule import Kind, Schedule, ScheduleName, make_schedule
 
 RANKS: Final = 8
 """That are walked of 1F1B; more of them in the middle lengthen the way through, and nothing else."""

@@ -1,6 +1,6 @@
 """The buffers of unreduced gradients under ZeRO 2 and 3, followed through backward passes.
 
-parallel/zero.py takes a buffer from a pool when a bucket's first gradient comes, reduces the bucket when its last one
+The ZeRO engine takes a buffer from a pool when a bucket's first gradient comes, reduces the bucket when its last one
 has come, and gives the buffer back once UNDER_WAY later ones are under way. The pool keeps buffers by size. A bucket
 that spans the model (the last norm is registered with the embedding) needs a second buffer when the next microbatch
 begins before its reduction is over.
@@ -18,7 +18,7 @@ from typing import Final
 
 from triaxis.launch.planner.engine.buckets import UNDER_WAY, Chunk
 from triaxis.launch.planner.engine.pipeline import walked_microbatches
-from triaxis.parallel.schedule import Kind, make_schedule
+from triaxis.parallel.pipeline.schedule import Kind, make_schedule
 
 SENDS: Final = 4  # tensors that a rank keeps for its peers
 SETTLED: Final = 4  # passes through a chunk after which no buffer is new
@@ -45,7 +45,7 @@ def pooled(chunks: tuple[Chunk, ...], runs: tuple[tuple[int, int], ...]) -> tupl
 
 
 class _Pool:
-    """The buffers of unreduced gradients, as parallel/zero.py takes and gives them: kept by size, of reductions two."""
+    """The buffers of unreduced gradients, as ZeRO takes and gives them: kept by size, of reductions two."""
 
     def __init__(self) -> None:
         self._made, self._reduced = 0.0, 0.0

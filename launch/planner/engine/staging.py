@@ -1,6 +1,6 @@
 """What Gloo's messages hold on CPUs besides tensors of the step: copies of gradient buckets whose sums are under way.
 
-`parallel/process_group.py` composes two collectives of what Gloo has: an all-reduce of two ranks receives the other's
+The process world composes two collectives of what Gloo has: an all-reduce of two ranks receives the other's
 tensor beside its own, a reduce-scatter the others' shares beside the whole, and adds them to a new shard when it is
 over. They come when a layer's gradients are whole, as activations go: what a step holds at most is the larger of its
 beginning of backward (memory.py) and of the moments when buckets are reduced. Pages that nobody has written take
@@ -23,7 +23,7 @@ from triaxis.launch.planner.layout import ELEMENT_BYTES, Layout, Recompute
 EXCHANGING_RANKS: Final = 2
 """Groups whose all-reduce is an exchange; Gloo's own, of more ranks, works in pieces."""
 OWN_MAPPING_BYTES: Final = 1 << 20
-"""Tensors from here on are given back when they are freed (engine/peak.py); smaller ones stay in the heap."""
+"""Tensors from here on are given back when they are freed (engine/run/peak.py); smaller ones stay in the heap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

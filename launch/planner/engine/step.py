@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triaxis.launch.planner.collectives import send_seconds
+from triaxis.launch.hardware.collectives import send_seconds
 from triaxis.launch.planner.engine.buckets import Chunk, rank_chunks
 from triaxis.launch.planner.engine.data_lane import (
     IDLE,

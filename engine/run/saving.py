@@ -1,0 +1,180 @@
+"""When a run is saved, what is saved beside its tensors, and what happens if that fails."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triaxis.engine.checkpoint.manifest import RunState, SaveError
+from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
+from triaxis.engine.data.loader import Loader
+from triaxis.engine.faults.replicas import check_replicas
+from triaxis.engine.faults.supervision import Watch
+from triaxis.engine.run.resume import facts_of
+from triaxis.engine.run.stored_row import Row, choose_row, replay, rounding
+from triaxis.engine.step import TrainingStep
+
+if TYPE_CHECKING:
+    from triaxis.engine.checkpoint.store import CheckpointStore
+
+DEFAULT_SAVE_STEPS = 500
+DEFAULT_SAVE_MINUTES = 30.0
+ROOM = 2
+MEGA = 1e6
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Where a run is, the same on every rank. samples, tokens: consumed; loss: the latest; skipped_*: updates.
+
+    norm_average: of the gradient norms of updates, the later the heavier; norms: how many there were
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss: float = float("nan")
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    norm_average: float = 0.0
+    norms: int = 0
+    best_eval_loss: float | None = None
+
+    @classmethod
+    def restored(cls, state: RunState) -> Counters:
+        counts = state.extra["counters"]
+        assert isinstance(counts, dict)
+        return cls(**counts)
+
+
+class Saver:
+    """Saves the run after the steps that ask for it. Every method is collective.
+
+    open_store: makes the store, once, when it is first needed; say: shows a line to people
+    row: the batch that is replayed after a load; None chooses one
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: ResolvedRun,
+        training: TrainingStep,
+        loader: Loader,
+        open_store: Callable[[], CheckpointStore],
+        *,
+        row: Row | None,
+        watch: Watch,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._resolved = config, resolved
+        self._training, self._loader = training, loader
+        self._open_store, self._opened = open_store, False
+        self._watch, self._say = watch, say
+        self._row = choose_row(loader) if row is None else row
+        self._rounding = rounding(config, resolved, training.mesh.world)
+        self._facts = facts_of(config, resolved)
+        self._saved_seconds = time.monotonic()
+
+    def start(self, directory: Path) -> None:
+        """Warns where the disk has no room for two checkpoints: one is written beside the other."""
+        if self._resolved.save_strategy in (SaveStrategy.NO, SaveStrategy.SIGNAL):
+            return
+        store, self._opened = self._open_store(), True
+        if self._training.mesh.world.rank == 0:
+            free = shutil.disk_usage(directory).free
+            if free < ROOM * store.size_bytes:
+                self._say(
+                    f"warning: a checkpoint takes {store.size_bytes / MEGA:,.0f} MB, and {directory} has only "
+                    f"{free / MEGA:,.0f} MB free for old and new; free some, or choose another --output-dir"
+                )
+
+    def time_due(self) -> bool:
+        """Whether this rank's clock asks for a save; the trainer makes it one answer."""
+        minutes = self._config.save_minutes or DEFAULT_SAVE_MINUTES
+        timed = self._resolved.save_strategy == SaveStrategy.TIME
+        return timed and time.monotonic() - self._saved_seconds >= 60 * minutes
+
+    def after_step(
+        self, counters: Counters, eval_loss: float | None, *, time_due: bool, asked: bool, last: bool
+    ) -> bool:
+        """Saves if the step, the clock, a signal (`asked`), the end or the best evaluation so far wants it.
+
+        Returns whether it did anything that took time. Raises SaveError where the run must not go on without, and
+        ReplicaError where replicas differ.
+        """
+        best = eval_loss is not None and eval_loss < (counters.best_eval_loss or float("inf"))
+        must = asked or (last and self._resolved.save_strategy != SaveStrategy.SIGNAL)
+        due = must or self._due(counters, time_due) or (best and self._config.save_best)
+        if self._resolved.save_strategy == SaveStrategy.NO or not due:
+            return self._commit()
+        self._watch.at(counters.step, "saving")
+        check_replicas(self._training, counters.step)
+        try:
+            if best:
+                counters.best_eval_loss = eval_loss
+            state = self._state(counters)
+            asynchronous = self._config.async_save and not must
+            store, self._opened = self._open_store(), True
+            store.save(state, asynchronous=asynchronous, best=best)
+            store.prune(self._config.save_total_limit)
+        except SaveError as error:
+            self._bear(error, must=must)
+        else:
+            self._saved_seconds = time.monotonic()
+        return True
+
+    def finish(self) -> None:
+        """Waits for the save under way."""
+        if self._opened:
+            self._open_store().finish()
+
+    def _commit(self) -> bool:
+        if not self._opened:
+            return False
+        store = self._open_store()
+        try:
+            committed = store.commit_if_ready()
+            if committed:
+                store.prune(self._config.save_total_limit)
+        except SaveError as error:
+            self._bear(error, must=False)
+            return True
+        return committed
+
+    def _bear(self, error: SaveError, *, must: bool) -> None:
+        if must or self._config.on_save_error == "stop":
+            raise error
+        self._saved_seconds = time.monotonic()
+        self._say(f"{error}; training goes on (--on_save_error continue)")
+
+    def _due(self, counters: Counters, time_due: bool) -> bool:
+        strategy = self._resolved.save_strategy
+        if strategy == SaveStrategy.STEPS:
+            return counters.step % (self._config.save_steps or DEFAULT_SAVE_STEPS) == 0
+        if strategy == SaveStrategy.EPOCH:
+            rows, batch = len(self._loader.source), self._resolved.global_batch
+            return counters.samples // rows > (counters.samples - batch) // rows
+        return time_due
+
+    def _state(self, counters: Counters) -> RunState:
+        return RunState(
+            step=counters.step,
+            tokens=counters.tokens,
+            config=asdict(self._config),
+            sampler={
+                "seed": self._config.seed,
+                "samples": counters.samples,
+                "rows": len(self._loader.source),
+            },
+            eval_loss=replay(self._training, self._row),
+            extra={
+                "counters": asdict(counters),
+                "facts": self._facts,
+                "rounding": self._rounding,
+                "replayed_row": self._row,
+            },
+        )

@@ -1,0 +1,291 @@
+"""The run: data, steps, evaluation and what is shown of them. Every rank runs it; one speaks."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triaxis.engine.config import (
+    DataParallel,
+    ResolvedRun,
+    RunConfig,
+    SaveStrategy,
+    learning_rate_at,
+    run_directory,
+    warmup_steps_of,
+)
+from triaxis.engine.data.loader import Loader
+from triaxis.engine.data.source import open_source
+from triaxis.engine.faults.numbers import judge, most_norm
+from triaxis.engine.faults.supervision import Supervision, Watch, agree
+from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
+from triaxis.engine.run.peak import peak_memory_bytes
+from triaxis.engine.run.plot import plot_run
+from triaxis.engine.run.progress import Progress
+from triaxis.engine.run.rates import Rates
+from triaxis.engine.run.restore import restore, stored_row
+from triaxis.engine.run.saving import Counters, Saver
+from triaxis.engine.step import TrainingStep, stage_layers, step_plan
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import Mesh, build_mesh
+
+if TYPE_CHECKING:
+    from triaxis.engine.checkpoint.store import CheckpointStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended, the same on every rank. Losses: nats per trained token.
+
+    signal: the one that asked the run to save and end before its last step; 0 if it is complete
+    """
+
+    steps: int
+    loss: float
+    eval_loss: float | None
+    directory: Path
+    signal: int = 0
+
+
+def open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str) -> Loader | None:
+    """This rank's loader; None for an evaluation split that the run does not have."""
+    data: str | Path = resolved.data
+    if split == "eval" and resolved.data != "stdlib":
+        if config.eval_data is None:
+            return None
+        data = config.eval_data
+    source = open_source(
+        data,
+        split=split,
+        sequence_length=config.seq,
+        seed=config.seed,
+        tokenizer_path=config.tokenizer,
+        on_bad_sample=config.on_bad_sample,
+        pack=config.pack,
+    )
+    if source.vocab_size > resolved.model.vocab_size:
+        raise ValueError(
+            f"`model` must have a vocabulary of at least the data's {source.vocab_size} tokens, "
+            f"but {resolved.model.name} has {resolved.model.vocab_size}; choose the tokenizer's own model"
+        )
+    return Loader(
+        source,
+        seed=config.seed,
+        global_batch=resolved.global_batch,
+        microbatch_size=resolved.microbatch_size,
+        data_rank=mesh.dp.rank,
+        data_size=mesh.dp.size,
+        vocab_size=resolved.model.vocab_size,
+    )
+
+
+def train(
+    config: RunConfig, resolved: ResolvedRun, world: World, supervision: Supervision | None = None
+) -> Summary:
+    """Trains on this rank of the world, to the end or to a signal. Collective.
+
+    `config.resume` "auto" or a checkpoint goes on from there; see `triaxis.engine.run.resume.find_start`.
+    """
+    supervision = supervision or Supervision()
+    mesh = build_mesh(world, resolved.topology)
+    directory = run_directory(config)
+    with supervision.watch(directory, mesh, config.hang_timeout) as watch:
+        loader = open_loader(config, resolved, mesh, "train")
+        assert loader is not None, "only an evaluation split may be missing"
+        evaluation = open_loader(config, resolved, mesh, "eval")
+        training = TrainingStep(step_plan(config, resolved), mesh)
+        watch.watch_pipeline(training)
+        return _Run(config, resolved, training, loader, evaluation, supervision, watch).go()
+
+
+class _Run:
+    """One rank's run, from a fresh start or from a checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: ResolvedRun,
+        training: TrainingStep,
+        loader: Loader,
+        evaluation: Loader | None,
+        supervision: Supervision,
+        watch: Watch,
+    ) -> None:
+        self._config, self._resolved, self._training = config, resolved, training
+        self._loader, self._evaluation = loader, evaluation
+        self._interruption, self._watch = supervision.interruption, watch
+        self._mesh = training.mesh
+        self._speaks = self._mesh.world.rank == 0
+        self._directory = run_directory(config)
+
+    def go(self) -> Summary:
+        config, resolved = self._config, self._resolved
+        open_store = functools.cache(self._open_store)
+        notes: list[str] = []
+        self._watch.at(0, "loading")
+        state = restore(config, resolved, self._training, self._loader, open_store, notes.append)
+        counters = Counters() if state is None else Counters.restored(state)
+        total_steps = resolved.steps_of(
+            len(self._loader.source), done=counters.step, consumed=counters.samples
+        )
+        sources = [loader.source.summary() for loader in (self._loader, self._evaluation) if loader]
+        if self._evaluation is not None and config.eval_batches:
+            rows, all_rows = self._evaluation.eval_samples(config.eval_batches), len(self._evaluation.source)
+            sources.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
+        with (
+            MetricsWriter(
+                self._directory, speaks=self._speaks, report_to=config.report_to, done=counters.step
+            ) as metrics,
+            Progress(
+                total_steps, speaks=self._speaks, logging_steps=config.logging_steps, done=counters.step
+            ) as progress,
+        ):
+            progress.announce("\n".join([_opening(config, resolved, total_steps, sources), *notes]))
+            saver = Saver(
+                config,
+                resolved,
+                self._training,
+                self._loader,
+                open_store,
+                row=None if state is None else stored_row(state),
+                watch=self._watch,
+                say=progress.announce,
+            )
+            saver.start(self._directory)
+            summary = self._train(counters, total_steps, saver, metrics, progress)
+        if self._speaks:
+            progress.announce(_closing(summary, total_steps))
+        return summary
+
+    def _open_store(self) -> CheckpointStore:
+        from triaxis.engine.checkpoint.store import CheckpointStore  # loads torch's checkpoint package: 1.5 s
+
+        return CheckpointStore(self._directory, self._training)
+
+    def _train(
+        self,
+        counters: Counters,
+        total_steps: int,
+        saver: Saver,
+        metrics: MetricsWriter,
+        progress: Progress,
+    ) -> Summary:
+        rates = Rates(self._config, self._resolved, self._mesh.world, self._training.pipeline.dtype)
+        eval_loss: float | None = None
+        asked = time_due = 0
+        saves = self._resolved.save_strategy != SaveStrategy.NO
+        with self._interruption.looked_at() if saves else nullcontext():
+            while counters.step < total_steps and not asked:
+                row = self._step(counters, total_steps, rates, progress.announce)
+                eval_loss = row.eval_loss
+                metrics.write(row)
+                progress.update(row)
+                if saves:
+                    asked, time_due = agree(self._mesh, self._interruption.signal, int(saver.time_due()))
+                if saver.after_step(
+                    counters,
+                    eval_loss,
+                    time_due=bool(time_due),
+                    asked=asked > 0,
+                    last=counters.step == total_steps,
+                ):
+                    rates.of_step()
+            saver.finish()
+        return Summary(
+            steps=counters.step,
+            loss=counters.loss,
+            eval_loss=eval_loss,
+            directory=self._directory,
+            signal=asked if counters.step < total_steps else 0,
+        )
+
+    def _step(
+        self, counters: Counters, total_steps: int, rates: Rates, say: Callable[[str], None]
+    ) -> StepRow:
+        """Step `counters.step` (from 0), and the evaluation after it if one is due."""
+        config, mesh, number = self._config, self._mesh, counters.step
+        learning_rate = learning_rate_at(
+            number,
+            total_steps=total_steps,
+            warmup_steps=warmup_steps_of(config, total_steps),
+            peak=config.learning_rate,
+            minimum_ratio=config.min_learning_rate_ratio,
+            decay=config.lr_scheduler_type,
+        )
+        mesh.clear_traffic()
+        self._watch.at(number + 1, "reading data")
+        batches = self._loader.step_batches(number, first_sample=counters.samples)
+        self._watch.at(number + 1, "training")
+        limit = most_norm(counters, config.spike_factor)
+        result = self._training.train(batches, learning_rate, limit)
+        told = judge(result, counters, self._training, limit)
+        if told is not None:
+            say(told)
+        counters.step += 1
+        counters.samples += self._resolved.global_batch
+        counters.tokens += self._resolved.global_batch * config.seq
+        counters.loss = result.loss
+        tokens_per_second, mfu = rates.of_step()
+        sent_bytes = mesh.sent_bytes()
+        eval_loss: float | None = None
+        if self._evaluation is not None and _evaluates(config, number + 1, total_steps):
+            self._watch.at(number + 1, "evaluating")
+            eval_loss, _ = self._training.evaluate(self._evaluation.eval_batches(config.eval_batches))
+            rates.of_step()
+        return StepRow(
+            step=number + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            clip_coefficient=result.clip_coefficient,
+            lr=learning_rate,
+            tokens=counters.tokens,
+            tokens_per_s=tokens_per_second,
+            mfu=mfu,
+            peak_mem_bytes=peak_memory_bytes(mesh.world.device),
+            sent_bytes=sent_bytes,
+            eval_loss=eval_loss,
+            skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
+        )
+
+
+def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
+    return config.eval_batches > 0 and (
+        done == total_steps or (config.eval_steps is not None and done % config.eval_steps == 0)
+    )
+
+
+def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:
+    topology = resolved.topology
+    stages = topology.pp * resolved.virtual_stages
+    cuts = "/".join(str(len(layers)) for layers in stage_layers(resolved.model, stages))
+    sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
+    return "\n".join(
+        [
+            f"{resolved.model.name}: {resolved.model.parameters():,} parameters on {topology.world_size} ranks "
+            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}), {sharding}, {config.dtype}, "
+            f"seed {config.seed}",
+            f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
+            f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}"
+            + (f", layers by stage {cuts}" if stages > 1 else ""),
+            *sources,
+        ]
+    )
+
+
+def _closing(summary: Summary, total_steps: int) -> str:
+    """The last words; draws the picture."""
+    if summary.signal:
+        name = signal.Signals(summary.signal).name
+        return f"{name}: saved step {summary.steps} of {total_steps}; --resume auto goes on from there"
+    metrics = summary.directory / METRICS_NAME
+    if not metrics.stat().st_size:
+        return f"all {total_steps} steps were done before"
+    loss = f"loss {summary.loss:.4f}"
+    if summary.eval_loss is not None:
+        loss += f", held-out loss {summary.eval_loss:.4f} nats per token"
+    return f"{loss}\npicture: {plot_run(summary.directory)}\nmetrics: {metrics}"

@@ -1,0 +1,1 @@
+"""Machines: what they are said to be, and what was measured of them."""

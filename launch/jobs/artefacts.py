@@ -1,0 +1,292 @@
+"""What starts a run elsewhere: the torchrun command, a Slurm script, Kubernetes manifests. Text only, no torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from triaxis.launch.jobs.sbatch import render_sbatch
+
+PROGRAM = "triaxis.launch.train"
+SHUTDOWN_SECONDS = 240
+"""How long torchrun leaves its ranks to save after SIGTERM, before it kills them."""
+
+GRACE_SECONDS = SHUTDOWN_SECONDS + 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run: `flags` of triaxis.launch.train, on `nodes` × `gpus_per_node` ranks.
+
+    setup: shell lines before the start (modules, a virtual environment); environment: variables for every rank
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    nodes: int = 1
+    gpus_per_node: int = 8
+    max_restarts: int = 3
+    environment: Mapping[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}")
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", self.name):
+            raise ValueError(
+                f"`name` must be a name that Slurm and Kubernetes both take (a-z, 0-9 and -, from a letter, at most "
+                f"52), but is {self.name!r}; for example {job_name(self.name)!r}"
+            )
+
+
+def job_name(text: str) -> str:
+    """A text as a job's name: `llama2-70b` and `Qwen2.5 7B` give `llama2-70b` and `qwen2-5-7b`."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].rstrip("-")
+    return name if name[:1].isalpha() else f"run-{name}"[:52].rstrip("-")
+
+
+def recovery_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """What lets a restarted run go on: checkpoints, and resuming from the newest; not where the flags say otherwise."""
+    given = {flag.split("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
+    wanted: tuple[str, ...] = ()
+    if not given & {"save_strategy", "save_steps", "save_minutes"}:
+        wanted += ("--save_strategy", "steps", "--save_steps", "500")
+    if "resume" not in given:
+        wanted += ("--resume", "auto")
+    return wanted
+
+
+def torchrun_arguments(job: Job, *launcher: str) -> tuple[str, ...]:
+    """The words of the start command; `launcher`: torchrun's options that say where and how ranks start."""
+    return ("torchrun", *launcher, "--shutdown-timeout", str(SHUTDOWN_SECONDS), "-m", PROGRAM, *job.flags)
+
+
+def torchrun_command(job: Job, head: str = "HEAD_NODE", port: int = 29500) -> str:
+    """The command to type: on the one node, or on each node with `head` the name of the first."""
+    return shlex.join(_torchrun(job, head, port))
+
+
+def _torchrun(job: Job, head: str, port: int) -> tuple[str, ...]:
+    each = ("--nproc-per-node", str(job.gpus_per_node), "--max-restarts", str(job.max_restarts))
+    if job.nodes == 1:
+        return torchrun_arguments(job, "--standalone", *each)
+    meeting = ("--rdzv-id", job.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{port}")
+    return torchrun_arguments(job, "--nnodes", str(job.nodes), *each, *meeting)
+
+
+def torchrun_script(job: Job) -> str:
+    """A shell script around the command; with several nodes it takes the first node's name."""
+    lines = ["#!/bin/bash"]
+    if job.nodes > 1:
+        lines += [
+            f"# Run on each of the {job.nodes} nodes: bash torchrun.sh FIRST_NODE",
+            "head=${1:?give the name of the first node}",
+        ]
+    lines += [*job.setup, *_exports(job.environment)]
+    command = _folded(_torchrun(job, "@HEAD@", 29500), 4, {"@HEAD@:29500": '"$head:29500"'})
+    return "\n".join([*lines, f"exec {command}"]) + "\n"
+
+
+def _exports(environment: Mapping[str, str]) -> list[str]:
+    return [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
+
+
+def slurm_script(
+    job: Job,
+    *,
+    time: str = "24:00:00",
+    cpus_per_gpu: int = 8,
+    partition: str | None = None,
+    account: str | None = None,
+    warning_seconds: int = GRACE_SECONDS,
+) -> str:
+    """An sbatch script; see sbatch.py."""
+    shell = {
+        "@NODES@": '"$SLURM_JOB_NUM_NODES"',
+        "@ID@": '"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt"',
+        "@ENDPOINT@": '"$MASTER_ADDR:$MASTER_PORT"',
+    }
+    words = torchrun_arguments(
+        job,
+        *("--nnodes", "@NODES@", "--nproc-per-node", str(job.gpus_per_node), "--max-restarts", "0"),
+        *("--rdzv-id", "@ID@", "--rdzv-backend", "c10d", "--rdzv-endpoint", "@ENDPOINT@"),
+    )
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.gpus_per_node),
+        "cpus-per-task": str(cpus_per_gpu * job.gpus_per_node),
+        "mem": "0",
+        "time": time,
+        "signal": f"B:USR1@{warning_seconds}",
+        **({"partition": partition} if partition else {}),
+        **({"account": account} if account else {}),
+    }
+    environment = {"OMP_NUM_THREADS": str(cpus_per_gpu), **NCCL, **job.environment}
+    return render_sbatch(
+        options=options,
+        setup=(*_exports(environment), *job.setup),
+        command=_folded(words[1:], 8, shell),
+        restarts=job.max_restarts,
+    )
+
+
+NCCL = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "0"}
+"""Failures of the network are told; InfiniBand is used where there is any. Card and interface: --env NCCL_IB_HCA=…"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where Kubernetes finds things. claim: a persistent volume claim that all nodes can write, mounted at `mount`;
+    the run's folder is there, so that a restarted run finds its checkpoints."""
+
+    image: str
+    claim: str
+    mount: str = "/data"
+    namespace: str = "default"
+
+
+def pytorch_job(job: Job, cluster: Cluster) -> str:
+    """A PyTorchJob of the training operator (kubeflow.org/v1). torchrun reads the operator's PET_ variables."""
+    pod = _pod(job, cluster, "pytorch")
+    return _yaml(
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": {"name": job.name, "namespace": cluster.namespace},
+            "spec": {
+                "nprocPerNode": str(job.gpus_per_node),
+                "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": RESTARTS},
+                "elasticPolicy": {
+                    "rdzvBackend": "c10d",
+                    "minReplicas": job.nodes,
+                    "maxReplicas": job.nodes,
+                    "maxRestarts": job.max_restarts,
+                },
+                "pytorchReplicaSpecs": {
+                    "Worker": {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+                },
+            },
+        }
+    )
+
+
+RESTARTS = 10
+"""Restarts of a pod that was evicted or failed; each resumes from the newest checkpoint."""
+
+
+def train_job(job: Job, cluster: Cluster) -> str:
+    """A TrainJob of the Kubeflow trainer (trainer.kubeflow.org/v1alpha1) and the runtime it refers to, in one file.
+
+    The runtime is part of it because where volumes go in a TrainJob itself has changed between releases.
+    """
+    pod = _pod(job, cluster, "node")
+    container = pod["containers"][0]
+    trainer = {
+        "image": container.pop("image"),
+        "command": container.pop("command"),
+        "env": container.pop("env"),
+        "numNodes": job.nodes,
+        "numProcPerNode": job.gpus_per_node,
+        "resourcesPerNode": container.pop("resources"),
+    }
+    container["image"] = cluster.image
+    metadata = {"name": job.name, "namespace": cluster.namespace}
+    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {**metadata, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "failurePolicy": {"maxRestarts": RESTARTS},
+                    "replicatedJobs": [
+                        {
+                            "name": "node",
+                            "template": {"metadata": step, "spec": {"template": {"spec": pod}}},
+                        }
+                    ],
+                }
+            },
+        },
+    }
+    wanted = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    train = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata,
+        "spec": {"runtimeRef": wanted, "trainer": trainer},
+    }
+    return _yaml(runtime, train)
+
+
+def _pod(job: Job, cluster: Cluster, container: str) -> dict[str, Any]:
+    """A node's pod: one torchrun, its GPUs, the volume, and shared memory for the data loaders and NCCL."""
+    command = torchrun_arguments(job)
+    if job.setup:
+        command = ("bash", "-c", "\n".join([*job.setup, f"exec {shlex.join(command)}"]))
+    return {
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "containers": [
+            {
+                "name": container,
+                "image": cluster.image,
+                "command": list(command),
+                "workingDir": cluster.mount,
+                "env": [{"name": key, "value": value} for key, value in {**NCCL, **job.environment}.items()],
+                "resources": {"limits": {"nvidia.com/gpu": job.gpus_per_node}},
+                "volumeMounts": [
+                    {"name": "data", "mountPath": cluster.mount},
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "data", "persistentVolumeClaim": {"claimName": cluster.claim}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def write_artefacts(directory: Path, job: Job, cluster: Cluster) -> tuple[Path, ...]:
+    """Writes every form of the job into the folder, with the flags that let it resume; what was written.
+
+    Raises OSError where it cannot.
+    """
+    job = replace(job, flags=(*job.flags, *recovery_flags(job.flags)))
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {
+        "torchrun.sh": torchrun_script(job),
+        "slurm.sbatch": slurm_script(job),
+        "pytorchjob.yaml": pytorch_job(job, cluster),
+        "trainjob.yaml": train_job(job, cluster),
+    }
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return tuple(directory / name for name in files)
+
+
+def _yaml(*documents: Mapping[str, Any]) -> str:
+    import yaml  # only where a manifest is asked for
+
+    return str(yaml.safe_dump_all(documents, sort_keys=False, width=110))
+
+
+def _folded(words: Sequence[str], indent: int, shell: Mapping[str, str]) -> str:
+    """A command over several lines, an option and its values each; `shell` has words that the shell expands."""
+    lines: list[list[str]] = []
+    for word in words:
+        quoted = shell.get(word) or shlex.quote(word)
+        if word.startswith("-") or not lines:
+            lines.append([quoted])
+        else:
+            lines[-1].append(quoted)
+    return (" \\\n" + " " * indent).join(" ".join(line) for line in lines)

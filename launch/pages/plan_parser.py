@@ -1,0 +1,104 @@
+"""The command line of `plan`. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from triaxis.launch.hardware.hardware import hardware_names
+
+DESCRIPTION = """Which layout, will it fit, how fast, how long, for how much, and the command that starts it.
+
+  triaxis plan --model llama2-70b --gpus 64 --hardware a100-80g --seq 4096 --global-batch 1024
+  triaxis plan --model llama2-70b --gpus 64 --tokens 2T --price 2.50 --report plan.html --write start/
+  triaxis plan --model llama2-70b --gpus 64 --explain dp=8,tp=8,pp=1
+  triaxis plan --table                     the four classic sizes, by the rule and by search
+  triaxis plan --memory                    model states under DDP, ZeRO and FSDP; GPUs that models need
+  triaxis plan --score runs.csv            predictions against published runs
+
+Prices are closed forms; the ranges beside them held nine of ten published runs (docs/accuracy.md)."""
+
+SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triaxis.launch.plan",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("other questions").add_mutually_exclusive_group()
+    what.add_argument("--table", action="store_true", help="the decision table: 7B, 13B, 70B, 671B")
+    what.add_argument(
+        "--memory", action="store_true", help="the memory tables; of --model on --gpus, if given"
+    )
+    what.add_argument(
+        "--score", type=Path, metavar="FILE", help="predict every row of a file of published runs"
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--model", help="a preset, 1.8B, 7B, 13B, 70B or 671B, or a .toml or .json file of model fields"
+    )
+    run.add_argument("--gpus", type=int, help="how many")
+    run.add_argument(
+        "--hardware",
+        default="h100-80g",
+        help=f"{', '.join(hardware_names())}, or a TOML file (triaxis doctor writes one); default: %(default)s",
+    )
+    run.add_argument("--seq", type=int, default=4096, help="tokens in a sequence (default: %(default)s)")
+    run.add_argument(
+        "--global-batch",
+        "--global_batch",
+        type=int,
+        default=1024,
+        help="sequences a step (default: %(default)s)",
+    )
+    run.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), default="bf16", help="default: %(default)s")
+    run.add_argument(
+        "--tokens", type=_tokens, help="tokens to train on, such as 300B or 2T: gives days and steps"
+    )
+    run.add_argument("--price", type=float, help="of one GPU for one hour: gives the cost")
+    how = parser.add_argument_group("the answer")
+    how.add_argument(
+        "--policy",
+        choices=("search", "table"),
+        default="search",
+        help="the best of all layouts, or the decision table's rule (default: %(default)s)",
+    )
+    how.add_argument(
+        "--explain",
+        action="append",
+        default=[],
+        metavar="dp=8,tp=4,pp=2",
+        help="why a layout lost or does not fit (also zero, microbatch, virtual_stages, recompute); repeatable",
+    )
+    how.add_argument("--top", type=int, default=12, help="alternatives to show (default: %(default)s)")
+    how.add_argument(
+        "--simulate",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        metavar="N",
+        help="price the best on N topologies (3) again by the engine's own program, proved and timed: "
+        "seconds for each; then the fastest of these is chosen",
+    )
+    how.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    how.add_argument("--report", type=Path, metavar="FILE", help="write a page that explains it all")
+    how.add_argument(
+        "--write", type=Path, metavar="DIR", help="write start scripts and manifests (also triaxis script)"
+    )
+    how.add_argument("--image", default="triaxis:latest", help="of the manifests (default: %(default)s)")
+    how.add_argument(
+        "--claim", default="triaxis-data", help="their persistent volume claim (default: %(default)s)"
+    )
+    return parser
+
+
+def _tokens(text: str) -> float:
+    """`300B` is 3e11."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"must be a number such as 300B or 2T, but is {text!r}")
+    return float(found[1]) * SUFFIXES[found[2].upper()]

@@ -1,0 +1,1 @@
+"""Published runs, and how the planner does on them."""

@@ -1,0 +1,1 @@
+"""Layers that are cut over ranks, and where their gradients go."""

@@ -1,0 +1,112 @@
+"""Draws a schedule as a grid of time by rank, in the terminal and as SVG, with its idle time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, Span, simulate
+
+FORWARD_COLOURS = (
+    "#4c78a8",
+    "#72a0d0",
+    "#2f5d8a",
+    "#9ec3e6",
+)  # by chunk, again from the first after the last
+BACKWARD_COLOURS = ("#e07b39", "#f2a65a", "#b85c1e", "#f6c490")
+FORWARD_CODES = ("44;97", "104;30", "46;30", "106;30")  # ANSI
+BACKWARD_CODES = ("41;97", "43;30", "45;97", "103;30")
+
+
+def bubble(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> Fraction:
+    """The part of the ranks' time spent waiting; exact, for equal stages and messages that take no time."""
+    spans = simulate(schedule, forward=forward, backward=backward)
+    busy = sum(span.stop - span.start for rank_spans in spans for span in rank_spans)
+    return 1 - Fraction(busy, schedule.pp * _length(spans))
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most chunk activations (microbatch × chunk) held at once."""
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0
+        for action in order:
+            held += 1 if action.kind is Kind.FORWARD else -1
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def summary(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
+    """One line: the bubble in percent, and what is in flight."""
+    idle = bubble(schedule, forward=forward, backward=backward)
+    unit = "microbatches" if schedule.virtual_stages == 1 else "microbatch chunks"
+    counts = " ".join(map(str, in_flight(schedule)))
+    return (
+        f"{schedule.name}: pp {schedule.pp}, {schedule.microbatches} microbatches, "
+        f"virtual stages {schedule.virtual_stages}; bubble {float(idle):.1%} ({idle}); "
+        f"{unit} in flight per rank: {counts}"
+    )
+
+
+def draw(schedule: Schedule, *, coloured: bool = False, forward: int = 1, backward: int = 2) -> str:
+    """A row per rank, a column per time unit; F3: forward of microbatch 3, 1B3: its backward in chunk 1."""
+    spans = simulate(schedule, forward=forward, backward=backward)
+    length = _length(spans)
+    with_chunk = schedule.virtual_stages > 1
+    width = 1 + max(len(_label(span.action, with_chunk)) for rank_spans in spans for span in rank_spans)
+    label_width = len(f"rank {schedule.pp - 1}")
+    lines = []
+    for rank, rank_spans in enumerate(spans):
+        line, now = f"rank {rank}".ljust(label_width) + " |", 0
+        for span in rank_spans:
+            line += ("." + " " * (width - 1)) * (span.start - now)
+            cell = _label(span.action, with_chunk).ljust(width * (span.stop - span.start) - 1)
+            line += (_colour(cell, span.action) if coloured else cell) + " "
+            now = span.stop
+        lines.append(line + ("." + " " * (width - 1)) * (length - now) + "|")
+    return "\n".join(lines)
+
+
+def svg(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
+    """The same grid as a picture."""
+    spans = simulate(schedule, forward=forward, backward=backward)
+    unit, height, left = 28, 26, 64
+    with_chunk = schedule.virtual_stages > 1
+    width, bottom = left + unit * _length(spans) + 8, 30 + height * schedule.pp
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 760)}" height="{bottom + 8}" '
+        f'font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="18" font-size="12">{summary(schedule, forward=forward, backward=backward)}</text>',
+    ]
+    for rank, rank_spans in enumerate(spans):
+        top = 28 + height * rank
+        parts.append(f'<text x="8" y="{top + 17}">rank {rank}</text>')
+        for span in rank_spans:
+            x, wide = left + unit * span.start, unit * (span.stop - span.start)
+            parts.append(
+                f'<rect x="{x}" y="{top}" width="{wide - 1}" height="{height - 2}" '
+                f'fill="{_fill(span.action)}"/>'
+                f'<text x="{x + wide / 2 - 0.5}" y="{top + 16}" text-anchor="middle" fill="white">'
+                f"{_label(span.action, with_chunk)}</text>"
+            )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _length(spans: Sequence[Sequence[Span]]) -> int:
+    return max(rank_spans[-1].stop for rank_spans in spans)
+
+
+def _label(action: Action, with_chunk: bool) -> str:
+    return str(action) if with_chunk else f"{action.kind}{action.microbatch}"
+
+
+def _fill(action: Action) -> str:
+    colours = FORWARD_COLOURS if action.kind is Kind.FORWARD else BACKWARD_COLOURS
+    return colours[action.chunk % len(colours)]
+
+
+def _colour(cell: str, action: Action) -> str:
+    codes = FORWARD_CODES if action.kind is Kind.FORWARD else BACKWARD_CODES
+    return f"\033[{codes[action.chunk % len(codes)]}m{cell}\033[0m"

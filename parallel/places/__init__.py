@@ -1,0 +1,1 @@
+"""Where ranks, layers and parameters lie: pure arithmetic."""

@@ -1,0 +1,1 @@
+"""Data parallelism: buckets, ZeRO and fully_shard."""

@@ -1,0 +1,276 @@
+"""A bucket: some parameters laid out flat and padded, so that every data-parallel rank's shard is equal.
+
+What each ZeRO stage keeps per rank, for Ψ parameters in 16 bits, gradients in fp32 and n ranks:
+    stage 0: 2Ψ + 4Ψ + 12Ψ      stage 1: 2Ψ + 4Ψ + 12Ψ/n
+    stage 2: 2Ψ + 4Ψ/n + 12Ψ/n  stage 3: (2 + 4 + 12)Ψ/n
+In 32 or 64 bits the parameters are their own master copy. (Rajbhandari et al. 2020, section 5.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from triaxis.parallel.layers.gradient import GradientSlot
+from triaxis.parallel.places.layout import ParameterLayout, layouts_of
+from triaxis.parallel.worlds.group import DONE, Group, Work
+
+ALIGNMENT_ELEMENTS = 16
+
+_OPERATORS = torch.library.Library("triaxis", "FRAGMENT")
+_OPERATORS.define("resize_storage(Tensor tensor, int nbytes) -> ()")
+
+
+def _resize_storage(tensor: Tensor, nbytes: int) -> None:
+    tensor.untyped_storage().resize_(nbytes)
+
+
+_OPERATORS.impl("resize_storage", _resize_storage, "CompositeExplicitAutograd")
+resize_storage = torch.ops.triaxis.resize_storage
+"""Gives a tensor's storage `nbytes`; its shape and its views stay. An operator, so that a meter sees it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of a shard's elements [start, stop) that belong to one piece of a parameter.
+
+    first: the run's first element in the piece
+    """
+
+    start: int
+    stop: int
+    first: int
+    layout: ParameterLayout
+
+
+def cut_segments(pieces: Sequence[tuple[int, ParameterLayout]], start: int, stop: int) -> tuple[Segment, ...]:
+    """The segments of the shard [start, stop) of a bucket whose pieces begin at the given elements.
+
+    Example: pieces of 6 and 4 elements, shard [5, 10): segments [0, 1) of the first, [1, 5) of the second.
+    """
+    segments = []
+    for offset, layout in pieces:
+        low, high = max(offset, start), min(offset + layout.elements, stop)
+        if low < high:
+            segments.append(Segment(start=low - start, stop=high - start, first=low - offset, layout=layout))
+    return tuple(segments)
+
+
+class GradientPool:
+    """Buffers for unsharded gradients, reused by the buckets of stages 2 and 3."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, like: Tensor, elements: int) -> Tensor:
+        free = self._free.setdefault((elements, like.dtype), [])
+        return free.pop() if free else like.new_empty(elements)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
+class Bucket:
+    """Parameters, gradients and master weights of some parameters, as one ZeRO stage keeps them.
+
+    parameters: flat [padded elements], freed between uses in stage 3
+    shard: this rank's part of it (stage 0: all of it); master: the same in the optimizer's precision
+    gradient_shard: the gradient of `shard`, valid once reduced
+    """
+
+    def __init__(
+        self,
+        members: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        stage: int,
+        accumulate_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        pool: GradientPool,
+        fill: Callable[[nn.Parameter], None] | None,
+    ) -> None:
+        self.members, self.group, self.stage, self._pool = tuple(members), group, stage, pool
+        self._pieces: list[tuple[int, ParameterLayout]] = []
+        self._offsets: list[int] = []
+        elements = 0
+        for member in members:
+            self._offsets.append(elements)
+            for layout in layouts_of(member):
+                self._pieces.append((elements, layout))
+                elements += layout.elements
+        unit = group.size * ALIGNMENT_ELEMENTS
+        self.elements, self.padded_elements = elements, -(-elements // unit) * unit
+        self._gathering: Work | None = None
+        self._place_parameters(fill)
+        self._make_states(accumulate_dtype, master_dtype)
+        self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        self.pending = 0
+        self.reduced_once = False
+
+    @torch.no_grad()
+    def _place_parameters(self, fill: Callable[[nn.Parameter], None] | None) -> None:
+        first = self.members[0]
+        self.parameters = torch.zeros(self.padded_elements, dtype=first.dtype, device=first.device)
+        for member, offset in zip(self.members, self._offsets, strict=True):
+            place = self.parameters[offset : offset + member.numel()].view(member.shape)
+            if fill is None:
+                place.copy_(member.data)
+            member.data = place
+            if fill is not None:
+                fill(member)
+
+    @torch.no_grad()
+    def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+        size = self.padded_elements // self.group.size
+        self.start, self.stop = (
+            (self.group.rank * size, (self.group.rank + 1) * size)
+            if self.stage
+            else (
+                0,
+                self.padded_elements,
+            )
+        )
+        self.shard = self.parameters[self.start : self.stop]
+        if self.stage == 3:
+            self.shard = self.shard.clone()
+        self.master = self.shard if master_dtype == self.shard.dtype else self.shard.to(master_dtype)
+        self.segments = cut_segments(self._pieces, self.start, self.stop)
+        device = self.parameters.device
+        self._buffer: Tensor | None = None
+        if self.stage < 2:
+            self._buffer = torch.zeros(self.padded_elements, dtype=accumulate_dtype, device=device)
+            self.gradient_shard = self._buffer[self.start : self.stop]
+        else:
+            self.gradient_shard = torch.zeros(self.stop - self.start, dtype=accumulate_dtype, device=device)
+        self._slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
+        for member, slot in zip(self.members, self._slots, strict=True):
+            member.gradient_slot = slot  # type: ignore[attr-defined]
+        if self.stage == 3:
+            self.release()
+
+    def _place_finder(self, index: int) -> Callable[[], Tensor]:
+        offset, shape = self._offsets[index], self.members[index].shape
+        count = shape.numel()
+
+        def find() -> Tensor:
+            return self._gradients()[offset : offset + count].view(shape)
+
+        return find
+
+    def _gradients(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = self._pool.take(self.gradient_shard, self.padded_elements)
+            self._buffer[self.elements :].zero_()
+        return self._buffer
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients kept between microbatches."""
+        return self._buffer.nbytes if self._buffer is not None else self.gradient_shard.nbytes
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ParameterLayout], ...]:
+        """Each piece's first element in the bucket, and its layout."""
+        return tuple(self._pieces)
+
+    def holds_gradient(self, tensor: Tensor) -> bool:
+        """Whether the tensor is this bucket's buffer of unreduced gradients."""
+        return self._buffer is not None and self._buffer.data_ptr() == tensor.data_ptr()
+
+    def whole_segments(self) -> tuple[Segment, ...]:
+        """The bucket's pieces, each as one segment of the whole bucket."""
+        return cut_segments(self._pieces, 0, self.padded_elements)
+
+    # Parameters: stage 3 gathers them before use and frees them after.
+
+    def start_gather(self) -> None:
+        """V → R on the data-parallel axis, asynchronously; nothing if the parameters are here."""
+        storage = self.parameters.untyped_storage()
+        if self._gathering is None and storage.nbytes() == 0:
+            resize_storage(self.parameters, self.padded_elements * self.parameters.element_size())
+            self._gathering = self.group.all_gather(self.parameters, self.shard, asynchronous=True)
+
+    def gather(self) -> None:
+        self.start_gather()
+        self._finish_gather()
+
+    def _finish_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        """Frees the parameters; a gather under way ends first."""
+        self._finish_gather()
+        resize_storage(self.parameters, 0)
+
+    # Gradients.
+
+    def start_microbatch(self) -> None:
+        """Before a backward pass: all members' gradients are still to come."""
+        self.pending = len(self.members)
+        for slot in self._slots:
+            slot.complete = False
+
+    def complete(self, slot: GradientSlot) -> bool:
+        """A member's gradient of this backward pass is there; True if it was the last one."""
+        if not slot.complete:
+            slot.complete = True
+            self.pending -= 1
+            return self.pending == 0
+        return False
+
+    def start_reduce(self) -> None:
+        """P → R (stage 0) or P → V over the data-parallel axis, asynchronously."""
+        self.pending = 0
+        for slot in self._slots:
+            slot.fill_if_empty()
+        whole = self._gradients()
+        self.finish_reduce()
+        if self.stage == 0:
+            work = self.group.all_reduce(whole, asynchronous=True)
+            self._reducing = (work, whole, self.gradient_shard)
+            return
+        shard = self.gradient_shard
+        if self.stage >= 2:
+            if self.reduced_once:
+                shard = torch.empty_like(shard)
+            for slot in self._slots:
+                slot.empty = True
+        self._reducing = (self.group.reduce_scatter(shard, whole, asynchronous=True), whole, shard)
+        if self.stage >= 2:
+            self._buffer = None
+        self.reduced_once = True
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """The reduction under way is over; in stages 2 and 3 its buffer goes back to the pool."""
+        if self._reducing is None:
+            return
+        work, whole, shard = self._reducing
+        self._reducing = None
+        work.wait()
+        if shard is not self.gradient_shard:
+            self.gradient_shard.add_(shard)
+        if self.stage >= 2:
+            self._pool.give(whole)
+
+    def start_step(self) -> None:
+        """Before an optimizer step's first microbatch: gradients are empty."""
+        self.reduced_once = False
+        for slot in self._slots:
+            slot.empty = True
+
+    @torch.no_grad()
+    def start_publish(self) -> Work:
+        """After the update: the master shard becomes the parameters, V → R in stages 1 and 2."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if self.stage in (0, 3):
+            return DONE
+        return self.group.all_gather(self.parameters, self.shard, asynchronous=True)

@@ -1,0 +1,74 @@
+"""What the optimizer and the step need of data parallelism, whoever shards: our ZeRO or torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triaxis.parallel.replicas.bucket import Segment
+from triaxis.parallel.worlds.group import Group
+
+
+class Shard(Protocol):
+    """Flat master weights that this rank updates, and what they belong to.
+
+    gradient_shard: their gradient, valid after `synchronize_gradients`
+    """
+
+    master: Tensor
+    gradient_shard: Tensor
+    segments: tuple[Segment, ...]
+
+
+class DataParallel(Protocol):
+    """The data-parallel state of a rank's modules (one per pipeline chunk), in the order of an optimizer step."""
+
+    @property
+    def buckets(self) -> Sequence[Shard]: ...
+
+    def start_step(self) -> None: ...
+
+    def start_backward(self, chunk: int, *, last: bool) -> None: ...
+
+    def finish_backward(self, chunk: int) -> None: ...
+
+    def synchronize_gradients(self) -> None: ...
+
+    def squared_norm(self) -> Tensor: ...
+
+    def publish(self) -> None: ...
+
+    def gathered_gradients(self) -> Iterator[tuple[Segment, Tensor]]: ...
+
+    def gathered_masters(self) -> Iterator[tuple[Segment, Tensor]]: ...
+
+    def replicated(self) -> Sequence[Tensor]: ...
+
+    def state_bytes(self) -> dict[str, int]: ...
+
+
+def sum_partial_gradients(shards: Sequence[Shard]) -> None:
+    """P → R over the further axes that layouts declare (tp, tied stages), one message for each group."""
+    partial: dict[str, tuple[Group, list[Tensor]]] = {}
+    for shard in shards:
+        for segment in shard.segments:
+            for group in segment.layout.sums:
+                run = shard.gradient_shard[segment.start : segment.stop]
+                partial.setdefault(group.name, (group, []))[1].append(run)
+    for name in sorted(partial):
+        group, runs = partial[name]
+        if group.size > 1:
+            flat = torch.cat(runs)
+            group.all_reduce(flat)
+            torch._foreach_copy_(runs, list(flat.split([run.numel() for run in runs])))
+
+
+def squared_sum(runs: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Σ x² over all runs, a float64 scalar."""
+    held = list(runs)
+    if not held:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(held)).double().square().sum()

@@ -1,0 +1,1 @@
+"""How ranks talk: worlds, groups, and the mesh of one rank."""

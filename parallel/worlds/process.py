@@ -1,0 +1,131 @@
+"""The process world: every rank is a process; NCCL where there is CUDA, Gloo elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from triaxis.parallel.worlds.failure import RankError, call_site
+from triaxis.parallel.worlds.group import Group, World
+from triaxis.parallel.worlds.port_holder import port_holder
+from triaxis.parallel.worlds.process_group import GlooGroup, ProcessGroup
+
+
+class ProcessWorld(World):
+    """The processes of one run. Only one can be open in a process, since torch keeps one default group."""
+
+    name = "process"
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._timeout = timeout
+        self._groups: list[ProcessGroup] = []
+
+    def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
+        parts = [tuple(part) for part in partition]
+        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
+            raise ValueError(f"`partition` of '{name}' must hold each of {self.size} ranks once: {parts}")
+        kind = ProcessGroup if self.device.type == "cuda" else GlooGroup
+        own: ProcessGroup | None = None
+        for part in parts:
+            handle = self._new_handle(name, part) if len(part) > 1 else None
+            if self.rank in part:
+                own = kind(name, part, self.rank, handle)
+        assert own is not None
+        self._groups.append(own)
+        return own
+
+    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
+        """PyTorch's mesh of these axes, outermost first. Collective."""
+        return init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(map(str, axes)))
+
+    def close(self) -> None:
+        """Ends all groups; their threads must be gone before the interpreter is, or the process may abort."""
+        for group in self._groups:
+            group.handle = None
+        self._groups.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _new_handle(self, name: str, part: tuple[int, ...]) -> dist.ProcessGroup:
+        try:
+            handle: dist.ProcessGroup = dist.new_group(list(part), timeout=self._timeout)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank}: making group '{name}' {part} at {call_site()} failed: a rank died or "
+                f"makes other groups ({_first_line(error)})"
+            ) from error
+        return handle
+
+
+def open_process_world(
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    timeout_seconds: float,
+    init_method: str | None = None,
+    device: str | None = None,
+    start: str = "",
+) -> ProcessWorld:
+    """Joins the processes of a run into a world; `init_method` None is the launcher's environment.
+
+    start: another for each start of the run; torchrun keeps its store over restarts, with the addresses of the dead
+    Raises RuntimeError when the ranks cannot meet at the master's address.
+    """
+    on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+    place = torch.device(device or (f"cuda:{local_rank}" if on_cuda else "cpu"))
+    if on_cuda:
+        if place.index is not None and place.index >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"`LOCAL_RANK` must be less than the {torch.cuda.device_count()} GPUs of this machine, but is "
+                f"{local_rank} on rank {rank}; start one process a GPU (torchrun --nproc-per-node gpu sets it)"
+            )
+        torch.cuda.set_device(place)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "nccl" if on_cuda else "gloo"
+    try:
+        if size == 1 and init_method is None:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            meeting = rendezvous(init_method or "env://", rank, size, timeout=timeout)
+            store, rank, size = next(meeting)
+            store.set_timeout(timeout)
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(f"start-{start}", store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(_unreachable(rank, size, init_method, timeout_seconds, error)) from error
+    return ProcessWorld(rank, size, place, timeout)
+
+
+def _unreachable(rank: int, size: int, method: str | None, seconds: float, error: Exception) -> str:
+    address = method.removeprefix("tcp://") if method else "the launcher's MASTER_ADDR:MASTER_PORT"
+    text = _first_line(error)
+    if "EADDRINUSE" in text or "address already in use" in text:
+        port = re.search(r"port: (\d+)", text)
+        taken = f"port {port[1]}" if port else "the port"
+        holder = port_holder(int(port[1])) if port else "another process"
+        return (
+            f"{taken} of {address} is taken by {holder}, so that rank {rank} of {size} cannot open it; "
+            f"choose a free port, or end the run that holds it ({text})"
+        )
+    return (
+        f"rank {rank} of {size} could not meet the others at {address} within {seconds:g} s; check that "
+        f"all ranks were started and that rank 0 can be reached there ({text})"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,61 @@
+"""The trace world: one rank of a cluster that is not there. Its groups answer at once and move nothing.
+
+What the rank asks for is written down by `recording`; that all ranks' requests fit is shown by `proof`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from triaxis.parallel.programs.program import members_with
+from triaxis.parallel.worlds.group import DONE, Group, Work, World
+
+
+class TraceGroup(Group):
+    """A group whose other members are imagined."""
+
+    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
+        return DONE
+
+    def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
+        return DONE
+
+    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
+        return DONE
+
+    def _all_to_all(self, output: Tensor, whole: Tensor) -> Work:
+        return DONE
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+        return DONE
+
+    def _isend(self, tensor: Tensor, peer: int) -> Work:
+        return DONE
+
+    def _irecv(self, tensor: Tensor, peer: int) -> Work:
+        return DONE
+
+    def _barrier(self) -> None:
+        return None
+
+
+class TraceWorld(World):
+    """Rank `rank` of `size` ranks, none of which runs. partitions: the groups made so far, by name."""
+
+    name = "trace"
+
+    def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"`rank` must be from 0 to {size - 1}, but is {rank}")
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+        self.partitions: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+    def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
+        self.partitions[name] = tuple(tuple(part) for part in partition)
+        return TraceGroup(name, members_with(self.rank, partition), self.rank)
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,83 @@
+"""torch's `fully_shard` on Gloo processes trains the thread world's model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.agreement import (
+    MODEL,
+    TIED,
+    Layout,
+    collect,
+    disagreements,
+    plan_of,
+    process_main,
+    run,
+    sequences,
+)
+from tests.processes import run_processes
+from triaxis.engine.step import TrainingStep
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import build_mesh
+
+STEPS = 3
+ROWS = [
+    (Layout(dp=2, zero=3), MODEL, "adamw, clip 1"),
+    (Layout(dp=3, zero=3, recompute=True), TIED, "sgd, clip 0.1"),
+    (Layout(tp=2, dp=2, zero=3, sp=True, recompute=True), MODEL, "adamw, clip 1"),
+    (Layout(pp=2, dp=2, zero=3), TIED, "sgd, clip 0.1"),
+    (Layout(pp=2, dp=2, zero=3, schedule="interleaved", virtual_stages=2), MODEL, "adamw, clip 1"),
+    (Layout(tp=2, pp=2, zero=3), MODEL, "sgd, no clip"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("layout", "model", "rule"), ROWS, ids=lambda part: getattr(part, "name", str(part)))
+def test_fsdp_trains_the_thread_worlds_model(
+    layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
+) -> None:
+    sharded = replace(layout, data_parallel="fsdp")
+    main = process_main(sharded, model=model, rule=rule, dtype="fp64", steps=STEPS)
+    ranks = run_processes(layout.size, tmp_path, main)
+    failures = [rank for rank in ranks if not isinstance(rank, tuple)]
+    assert not failures, failures[0]
+    expected = run(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
+    assert not disagreements(collect(ranks), expected, "fp64")
+
+
+def losses_around_evaluation(world: World, data_parallel: str, dtype: str) -> list[float]:
+    """Losses of two steps with an evaluation after each, then the bytes of master weights held."""
+    layout = Layout(dp=2, zero=3)
+    plan = replace(plan_of(layout, MODEL, "adamw, clip 1", dtype), data_parallel=data_parallel)
+    mesh = build_mesh(world, Topology(dp=2))
+    step = TrainingStep(plan, mesh)
+    share = layout.global_batch() // layout.dp
+    losses = []
+    for number in range(2):
+        rows = sequences(number, layout.global_batch(), MODEL.vocab_size)[mesh.dp.rank * share :][:share]
+        losses.append(step.train(rows, 1e-2).loss)
+        losses.append(step.evaluate(rows)[0])
+    masters = step.state_bytes()["parameters"] + step.state_bytes()["masters"]
+    return [*losses, float(masters)]
+
+
+@pytest.mark.processes
+def test_evaluation_between_steps_sees_the_updated_weights(tmp_path: Path) -> None:
+    found = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "fsdp", "fp64"))
+    (tmp_path / "store").unlink(missing_ok=True)
+    expected = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "zero", "fp64"))
+    assert found[0][:-1] == pytest.approx(expected[0][:-1], rel=1e-10)
+
+
+@pytest.mark.processes
+def test_bf16_keeps_masters_in_fp32(tmp_path: Path) -> None:
+    found = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "fsdp", "bf16"))
+    (tmp_path / "store").unlink(missing_ok=True)
+    expected = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "zero", "bf16"))
+    assert found[0][:-1] == pytest.approx(expected[0][:-1], rel=5e-3)
+    assert sum(rank[-1] for rank in found) == 4 * MODEL.parameters()
