@@ -39,6 +39,7 @@ from triaxis.models.presets import load_config
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 
+ROOT = Path(__file__).resolve().parents[2]
 RANKS, LENGTH, SEQUENCES, STEPS, ROUNDS = 2, 128, 16, 3, 3
 MODEL = load_config("tiny")
 ROWS = [  # apart by more than what noise can turn round
@@ -307,9 +308,9 @@ def compare_sample(folder: Path) -> list[tuple[float, str]]:
 @pytest.mark.processes
 def test_predicted_memory_is_what_forked_ranks_take(tmp_path: Path) -> None:
     """From a process of its own: ranks forked from this one would begin with what other tests left in its heap."""
-    command = [sys.executable, __file__, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.processes.test_plan_measured", str(tmp_path)]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    told = subprocess.run(command, env=alone, check=True, stdout=subprocess.PIPE, text=True).stdout
+    told = subprocess.run(command, env=alone, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     found = json.loads(told.splitlines()[-1])
     assert len(found) == len(SAMPLE)
     assert max(error for error, _ in found) <= MEMORY_TOLERANCE, "\n".join(line for _, line in found)

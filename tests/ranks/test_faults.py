@@ -287,7 +287,7 @@ def test_training_goes_on_when_a_save_fails_or_stops_if_asked(
 
 
 def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
-    from tests.test_metrics import row
+    from tests.ranks.test_metrics import row
 
     class Full(FileIO):
         room = 10**6

@@ -186,7 +186,7 @@ def test_mistakes_are_told_to_every_rank(mistake: Callable[[World, Group], None]
     with pytest.raises(RankError) as caught:
         run_threads(3, unfinished if alone else main)
     assert time.monotonic() - started < 2
-    for word in [*words, "tests/test_thread_world.py:"]:
+    for word in [*words, "ranks/test_thread_world.py:"]:
         assert word in str(caught.value)
     if not alone:
         assert sorted(told) == [0, 1, 2]
