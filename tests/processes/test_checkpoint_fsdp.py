@@ -10,7 +10,7 @@ import torch
 
 from tests.agreement import TIED, Layout
 from tests.checkpointing import Pieces, gathered, open_step, state_at, train, whole_states
-from tests.processes import run_processes
+from tests.forked import run_processes
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.thread import run_threads

@@ -18,7 +18,7 @@ from tests.agreement import (
     run,
     sequences,
 )
-from tests.processes import run_processes
+from tests.forked import run_processes
 from triaxis.engine.step import TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.topology import Topology

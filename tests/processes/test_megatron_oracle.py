@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes import run_processes
+from tests.forked import run_processes
 from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.places.topology import Topology

@@ -22,7 +22,7 @@ import numpy
 import pytest
 import torch
 
-from tests.processes import run_processes
+from tests.forked import run_processes
 from triaxis.engine.config import RunConfig, resolve
 from triaxis.engine.run.peak import give_back_freed_memory, peak_memory_bytes
 from triaxis.engine.run.trainer import step_plan

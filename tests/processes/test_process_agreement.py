@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agreement import MODEL, TIED, Layout, collect, disagreements, process_main, run, train_rank
-from tests.processes import run_processes
+from tests.forked import run_processes
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import Group, Work, World

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import run_processes
+from tests.forked import run_processes
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.failure import RankError
 from triaxis.parallel.worlds.group import World

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import triaxis.parallel.replicas.zero
 from tests.agreement import MODEL, sequences
+from tests.forked import run_processes
 from tests.mutations import Case, draw_case, resolve
-from tests.processes import run_processes
 from triaxis.engine.step import StepPlan, TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.engine.trace.rank import record_step, trace_rank
