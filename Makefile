@@ -3,9 +3,11 @@ PYTHON ?= python3
 OUT ?= output
 RANKS ?= 8
 TORCH ?= torch==2.13.0+cpu
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 ROOMS := engine parallel models launch
 TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --seq 128 \
 	--per_device_train_batch_size 8 --microbatches 2 --learning_rate 4e-3 --warmup_ratio 0.1 \
@@ -24,11 +26,13 @@ $(STAMP): setup.py constraints.txt
 	@echo "set-up: making $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)' || { \
-		echo "set-up: pip finds no $(TORCH). With a GPU: make set-up TORCH=torch==2.13.0 (some gigabytes of CUDA)."; \
-		echo "Without: set PIP_EXTRA_INDEX_URL to the CPU index that PyTorch's installation page names, and try again."; \
-		exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PIP) '$(TORCH)' 2> $(VENV)/torch.log || { \
+		case '$(TORCH)' in *+cpu) ;; *) cat $(VENV)/torch.log >&2; exit 1;; esac; \
+		echo "set-up: no $(TORCH) where pip looks; asking PyTorch's own index of CPU builds"; \
+		$(PIP) --index-url $(CPU_INDEX) --retries 1 --timeout 15 '$(TORCH)' 2> $(VENV)/torch.log || { \
+			echo "set-up: it does not answer; taking PyPI's $(TORCH:+cpu=), on Linux some gigabytes, CUDA included"; \
+			$(PIP) '$(TORCH:+cpu=)'; }; }
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics and picture in output/
