@@ -6,7 +6,7 @@ bucket's buffer and nothing is returned; without one (an unwrapped module) the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,25 @@ class GradientSlot:
             target_OI.addmm_(grad_TO.t(), input_TI)
         if self.empty and rows is not None:
             buffer[rows:].zero_()
+        self.empty = False
+
+    def add_grouped_products(self, grad_SO: Tensor, input_SI: Tensor, counts: Sequence[int]) -> None:
+        """Adds grad_SOᵀ · input_SI of each expert's rows to that expert's part; one without rows keeps what it had."""
+        buffer_EOI = self._find_buffer().view(len(counts), -1, input_SI.shape[1])
+        start = 0
+        for target_OI, count in zip(buffer_EOI, counts, strict=True):
+            grad_RO, input_RI = grad_SO[start : start + count], input_SI[start : start + count]
+            start += count
+            if not count:
+                if self.empty:  # the buffer still holds the last step's gradient
+                    target_OI.zero_()
+            elif target_OI.dtype != grad_RO.dtype:
+                product_OI = grad_RO.t() @ input_RI
+                (target_OI.copy_ if self.empty else target_OI.add_)(product_OI)
+            elif self.empty:
+                torch.mm(grad_RO.t(), input_RI, out=target_OI)
+            else:
+                target_OI.addmm_(grad_RO.t(), input_RI)
         self.empty = False
 
     def add_rows(self, rows_T: Tensor, grad_TD: Tensor) -> None:
@@ -95,3 +114,15 @@ def rows_gradient(weight: nn.Parameter, rows_T: Tensor, grad_TD: Tensor) -> Tens
         slot.add_rows(rows_T, grad_TD)
         return None
     return torch.zeros_like(weight).index_add_(0, rows_T, grad_TD)
+
+
+def grouped_weight_gradient(
+    weight: nn.Parameter, grad_SO: Tensor, input_SI: Tensor, counts: Sequence[int]
+) -> Tensor | None:
+    """The gradient of experts' weights [experts · O, I], of which each multiplied `counts` rows of its own."""
+    slot = slot_of(weight)
+    if slot is not None:
+        slot.add_grouped_products(grad_SO, input_SI, counts)
+        return None
+    runs = zip(grad_SO.split(list(counts)), input_SI.split(list(counts)), strict=True)
+    return torch.cat([grad_RO.t() @ input_RI for grad_RO, input_RI in runs])

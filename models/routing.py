@@ -1,0 +1,142 @@
+"""Which experts a token goes to, and with what weight: the rules of the published families.
+
+Scores, choice and weights are computed in fp32 at least, by the same code in forward, recomputation and on every rank.
+The rule is told by the family, never guessed from sizes: where DeepSeek-V2 scores a group of experts by its best
+one, DeepSeek-V3 takes the sum of its two best.
+
+Shapes: T tokens, E experts of the layer, K experts chosen for a token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+SMALLEST_SUM = 1e-20  # added to a sum of sigmoid weights before dividing by it, as DeepSeek-V3 does
+
+
+class ScoreKind(StrEnum):
+    """What a router's logits become before experts are chosen."""
+
+    SOFTMAX = "softmax"  # over all experts (Qwen3-MoE, DeepSeek-V2)
+    SIGMOID = "sigmoid"  # each expert for itself (DeepSeek-V3, GLM-4.5, Kimi-K2)
+    CHOSEN_SOFTMAX = "chosen_softmax"  # over the chosen experts' logits (Mixtral, GPT-OSS)
+
+
+class GroupScore(StrEnum):
+    """What a group of experts is worth where only some groups may be chosen from."""
+
+    BEST = "best"  # its best expert (DeepSeek-V2)
+    TWO_BEST = "two_best"  # the sum of its two best (DeepSeek-V3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """How tokens choose experts.
+
+    experts: of the layer; chosen: for each token
+    renormalised: divide the chosen experts' weights by their sum
+    scale: multiplies the weights, after that
+    groups, chosen_groups: experts fall into `groups` equal runs, and a token chooses from its best `chosen_groups`
+    choosing_bias: a bias that is added to scores for the choice only, and moved by the load (`bias_step`)
+    """
+
+    experts: int
+    chosen: int
+    scores: ScoreKind = ScoreKind.SOFTMAX
+    renormalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: GroupScore = GroupScore.BEST
+    choosing_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(
+                f"`chosen` experts must be from 1 to the {self.experts} of a layer, but is {self.chosen}"
+            )
+        if self.groups < 1 or self.experts % self.groups:
+            raise ValueError(f"`groups` must divide the {self.experts} experts, but is {self.groups}")
+        if not 1 <= self.chosen_groups <= self.groups:
+            raise ValueError(f"`chosen_groups` must be from 1 to {self.groups}, but is {self.chosen_groups}")
+        if self.chosen > self.chosen_groups * (self.experts // self.groups):
+            raise ValueError(
+                f"`chosen_groups` must hold the {self.chosen} experts that a token chooses, but is "
+                f"{self.chosen_groups} of {self.experts // self.groups} experts each"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """Where tokens go. ids_TK: experts, ascending; weights_TK: of their outputs; scores_TE: of all experts."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    scores_TE: Tensor
+
+
+def choose(
+    logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, ids_TK: Tensor | None = None
+) -> Routes:
+    """Experts and weights for each token; `ids_TK` replays a recorded choice.
+
+    Ids ascend, so the order in which a token's experts are summed does not depend on their scores.
+    """
+    scores_TE = torch.sigmoid(logits_TE) if rule.scores is ScoreKind.SIGMOID else logits_TE.softmax(-1)
+    if ids_TK is None:
+        ids_TK = _chosen(scores_TE.detach(), rule, bias_E)
+    if rule.scores is ScoreKind.CHOSEN_SOFTMAX:
+        weights_TK = logits_TE.gather(1, ids_TK).softmax(-1)
+    else:
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if rule.renormalised:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return Routes(ids_TK=ids_TK, weights_TK=weights_TK * rule.scale, scores_TE=scores_TE)
+
+
+def _chosen(scores_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None) -> Tensor:
+    """The experts of the best `chosen_groups` groups with the largest score (plus bias)."""
+    worth_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
+    if rule.chosen_groups < rule.groups:
+        grouped_TGE = worth_TE.unflatten(1, (rule.groups, -1))
+        best = 1 if rule.group_score is GroupScore.BEST else 2
+        worth_TG = grouped_TGE.topk(best, dim=-1).values.sum(-1)
+        kept_TG = torch.zeros_like(worth_TG, dtype=torch.bool)
+        kept_TG.scatter_(1, worth_TG.topk(rule.chosen_groups, dim=-1).indices, True)
+        # Not zero: a bias makes scores negative, and zero would then beat them.
+        worth_TE = grouped_TGE.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)
+    return worth_TE.topk(rule.chosen, dim=-1).indices.sort(-1).values
+
+
+def margin(logits_TE: Tensor, rule: RoutingRule, bias_E: Tensor | None = None) -> Tensor:
+    """The least gap between an expert that is chosen and one that is not, over all tokens (within the groups kept).
+
+    Rounding may flip a choice only where the gap is of its size: two layouts agree in fp32 while it is larger.
+    """
+    scores_TE = torch.sigmoid(logits_TE) if rule.scores is ScoreKind.SIGMOID else logits_TE.softmax(-1)
+    worth_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
+    ids_TK = _chosen(scores_TE, rule, bias_E)
+    least_T = worth_TE.gather(1, ids_TK).amin(1)
+    others_TE = worth_TE.scatter(1, ids_TK, -torch.inf)
+    return (least_T[:, None] - others_TE).amin()
+
+
+def expert_counts(ids_TK: Tensor, experts: int, trained_T: Tensor | None = None) -> Tensor:
+    """How many tokens each expert gets (int64); trained_T leaves out padding. Of known length: no host is asked."""
+    ones_TK = torch.ones_like(ids_TK) if trained_T is None else trained_T[:, None].expand_as(ids_TK).long()
+    counts_E = torch.zeros(experts, dtype=torch.int64, device=ids_TK.device)
+    return counts_E.scatter_add_(0, ids_TK.flatten(), ones_TK.flatten())
+
+
+def bias_step(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The choosing bias after a step: up by `rate` for experts below the mean load, down above it.
+
+    counts_E: integers over the whole global batch, so the comparison E · count with the total is exact and the bias is
+    bit-identical on every layout (DeepSeek-V3, section 2.1.2; Wang et al. 2024).
+    """
+    behind_E = counts_E.sum() - counts_E * counts_E.numel()
+    return bias_E + rate * torch.sign(behind_E).to(bias_E.dtype)
