@@ -21,34 +21,27 @@ from triaxis.launch.planner.explain import (
 )
 from triaxis.launch.planner.reprice import Repriced, distinct
 from triaxis.launch.planner.search import Candidate, Plan
+from triaxis.parallel.palette import STAGES, memory_name, style_sheet
 from triaxis.parallel.pipeline.draw import summary, svg
 from triaxis.parallel.pipeline.schedule import make_schedule
 from triaxis.parallel.places.topology import Topology
 
-MEMORY_COLOURS = {
-    "parameters": "#4c78a8",
-    "gradients": "#72a0d0",
-    "optimizer": "#2f5d8a",
-    "activations": "#e07b39",
-    "logits": "#f2a65a",
-    "buffers": "#54a24b",
-    "temporaries": "#88d27a",
-    "fragments": "#b8b0ac",
-    "context": "#79706e",
+TIME_NAMES = {
+    "compute": "forward",
+    "recompute": "recompute",
+    "tensor": "tp",
+    "context": "cp",
+    "expert": "ep",
+    "pipeline": "pp",
+    "bubble": "idle",
+    "data": "dp",
+    "optimizer": "phase",
 }
-TIME_COLOURS = {
-    "compute": "#4c78a8",
-    "recompute": "#9ec3e6",
-    "tensor": "#e07b39",
-    "context": "#b85c1e",
-    "expert": "#9d755d",
-    "pipeline": "#eeca3b",
-    "bubble": "#b8b0ac",
-    "data": "#54a24b",
-    "optimizer": "#79706e",
-}
-STAGE_COLOURS = ("#4c78a8", "#e07b39", "#54a24b", "#eeca3b", "#b279a2", "#76b7b2", "#ff9da6", "#9d755d")
-OTHER_COLOUR = "#b8b0ac"
+"""The name in the palette of each part of a step."""
+RULE = (
+    "The fastest layout that fits; of those within 2% of its time the simplest: less pipeline and tensor parallelism, "
+    "a lower ZeRO stage, no recomputation."
+)
 BARS = 6
 NODES = 16
 STAGES_DRAWN = 16
@@ -111,9 +104,16 @@ def write_report(
         why_not=[(one.asked, one.verdict) for one in neighbours(plan, chosen)],
         memory_bars=memory_bars(plan, chosen),
         memory_capacity=100 * plan.request.hardware.memory_bytes / _memory_scale(plan, chosen),
-        memory_colours=_used(MEMORY_COLOURS, chosen.memory.by_category()),
+        memory_colours=_used(memory_bars(plan, chosen), memory_name),
+        style=style_sheet(),
         time_bars=time_bars(plan, chosen),
-        time_colours=[(name, TIME_COLOURS[name], PARTS[name]) for name in parts(chosen.time)],
+        time_colours=[
+            (name, colour, PARTS[name]) for name, colour in _used(time_bars(plan, chosen), _time_name)
+        ],
+        rule=RULE,
+        shared_style=(Path(__file__).parents[1] / "simulator" / "page" / "page.css").read_text(
+            encoding="utf-8"
+        ),
         plot=plot(plan, chosen),
         frame={"left": LEFT, "top": TOP, "width": WIDTH, "height": HEIGHT},
         nodes=nodes(chosen),
@@ -163,7 +163,7 @@ def memory_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
     """Memory by category, beside the accelerator's."""
     scale = _memory_scale(plan, chosen)
     return tuple(
-        _bar(one, one.memory_bytes, one.memory.by_category(), gigabytes, scale, MEMORY_COLOURS)
+        _bar(one, one.memory_bytes, one.memory.by_category(), gigabytes, scale, memory_name)
         for one in _shown(plan, chosen)
     )
 
@@ -172,7 +172,7 @@ def time_bars(plan: Plan, chosen: Candidate) -> tuple[Bar, ...]:
     """The step by part."""
     shown = _shown(plan, chosen)
     scale = 1.02 * max(one.seconds for one in shown)
-    return tuple(_bar(one, one.seconds, parts(one.time), seconds_text, scale, TIME_COLOURS) for one in shown)
+    return tuple(_bar(one, one.seconds, parts(one.time), seconds_text, scale, _time_name) for one in shown)
 
 
 def _bar(
@@ -181,7 +181,7 @@ def _bar(
     pieces: Mapping[str, float],
     told: Callable[[float], str],
     scale: float,
-    colours: Mapping[str, str],
+    name_of: Callable[[str], str],
 ) -> Bar:
     """A bar of the pieces that are not nothing; scale: what the whole length stands for."""
     segments = tuple(
@@ -189,7 +189,7 @@ def _bar(
             name=name,
             text=f"{name}: {told(size)}",
             share=100 * size / scale,
-            colour=colours.get(name, OTHER_COLOUR),
+            colour=f"var(--{name_of(name)})",
         )
         for name, size in pieces.items()
         if size
@@ -197,8 +197,14 @@ def _bar(
     return Bar(label=str(candidate), total=told(total), segments=segments)
 
 
-def _used(colours: Mapping[str, str], sizes: Mapping[str, float]) -> list[tuple[str, str]]:
-    return [(name, colours.get(name, OTHER_COLOUR)) for name, size in sizes.items() if size]
+def _used(bars: Sequence[Bar], name_of: Callable[[str], str]) -> list[tuple[str, str]]:
+    """Every part that some bar shows, with its colour."""
+    names = dict.fromkeys(segment.name for bar in bars for segment in bar.segments)
+    return [(name, f"var(--{name_of(name)})") for name in names]
+
+
+def _time_name(part: str) -> str:
+    return TIME_NAMES.get(part, "world")
 
 
 def _node_count(candidate: Candidate) -> int:
@@ -227,7 +233,7 @@ def nodes(candidate: Candidate) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _stage_colour(stage: int) -> str:
-    return STAGE_COLOURS[stage % len(STAGE_COLOURS)]
+    return STAGES[stage % len(STAGES)]
 
 
 def pipeline(candidate: Candidate) -> tuple[str, str] | None:

@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from triaxis.parallel.palette import style_sheet
+
 _PAGE: Final = Path(__file__).with_name("page")
 _SCRIPTS: Final = ("figures", "answer", "canvas", "topology", "timeline", "memory", "draw")
 """In the order that they need each other."""
@@ -23,7 +25,7 @@ def write_report(simulation: Mapping[str, Any], path: Path) -> None:
     page = _read("page.html")
     for element, content in (
         ("<title></title>", escape(title)),
-        ("<style></style>", f"\n{_read('page.css')}"),
+        ("<style></style>", f"\n{style_sheet()}{_read('page.css')}"),
         ("<script></script>", f"\n{script}"),
         ('<script type="application/json" id="simulation"></script>', _inert(simulation)),
     ):

@@ -31,6 +31,7 @@ class Simulation:
     cluster: Cluster
     proof: Proof
     timeline: Timeline | None
+    disturbance: Disturbance
     memory: Mapping[int, MemoryUse]
     reserved: Mapping[int, int]
 
@@ -64,6 +65,7 @@ def price(
         cluster=cluster,
         proof=proof,
         timeline=timeline,
+        disturbance=disturbance,
         memory={rank: uses[cluster.program_of[rank]] for rank in ranks},
         reserved={rank: reserved[cluster.program_of[rank]] for rank in ranks},
     )
@@ -89,6 +91,10 @@ def as_dict(simulation: Simulation) -> dict[str, Any]:
             "sequence_length": config.seq,
             "sp": config.sp,
             "recompute": config.recompute,
+            "disturbed": {
+                "stragglers": simulation.disturbance.slower,
+                "links": simulation.disturbance.links,
+            },
         },
         "topology": {
             **{axis: topology.size(axis) for axis in ("dp", "tp", "pp")},
@@ -187,7 +193,8 @@ def _curve(simulation: Simulation, rank: int, use: MemoryUse, row: Row) -> dict[
     """Bytes at the height and at the end of each computation, over time."""
     labels = [step.label for step in simulation.cluster.program(rank).steps]
     times = {label: (start, end) for start, end, label in row.compute}
-    points: list[tuple[float, tuple[int, ...]]] = []
+    held = simulation.cluster.program(rank).held or {}
+    points: list[tuple[float, tuple[int, ...]]] = [(0.0, tuple(held.get(kind, 0) for kind in KINDS))]
     for number, (index, levels) in enumerate(use.curve):
         span = times.get(labels[index])
         if span is not None:

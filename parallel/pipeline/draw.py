@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from triaxis.parallel.palette import colour, ink_on, paler
 from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, Span, simulate
 
-FORWARD_COLOURS = (
-    "#4c78a8",
-    "#72a0d0",
-    "#2f5d8a",
-    "#9ec3e6",
-)  # by chunk, again from the first after the last
-BACKWARD_COLOURS = ("#e07b39", "#f2a65a", "#b85c1e", "#f6c490")
 FORWARD_CODES = ("44;97", "104;30", "46;30", "106;30")  # ANSI
 BACKWARD_CODES = ("41;97", "43;30", "45;97", "103;30")
 
@@ -83,12 +77,17 @@ def svg(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
     for rank, rank_spans in enumerate(spans):
         top = 28 + height * rank
         parts.append(f'<text x="8" y="{top + 17}">rank {rank}</text>')
+        parts.append(
+            f'<rect x="{left}" y="{top}" width="{unit * _length(spans) - 1}" height="{height - 2}" '
+            f'fill="{colour("idle")}"/>'
+        )
         for span in rank_spans:
             x, wide = left + unit * span.start, unit * (span.stop - span.start)
+            paint = _fill(span.action, schedule.virtual_stages)
             parts.append(
                 f'<rect x="{x}" y="{top}" width="{wide - 1}" height="{height - 2}" '
-                f'fill="{_fill(span.action)}"/>'
-                f'<text x="{x + wide / 2 - 0.5}" y="{top + 16}" text-anchor="middle" fill="white">'
+                f'fill="{paint}"/>'
+                f'<text x="{x + wide / 2 - 0.5}" y="{top + 16}" text-anchor="middle" fill="{ink_on(paint)}">'
                 f"{_label(span.action, with_chunk)}</text>"
             )
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -102,9 +101,10 @@ def _label(action: Action, with_chunk: bool) -> str:
     return str(action) if with_chunk else f"{action.kind}{action.microbatch}"
 
 
-def _fill(action: Action) -> str:
-    colours = FORWARD_COLOURS if action.kind is Kind.FORWARD else BACKWARD_COLOURS
-    return colours[action.chunk % len(colours)]
+def _fill(action: Action, chunks: int) -> str:
+    """Later chunks are paler, down to half."""
+    name = "forward" if action.kind is Kind.FORWARD else "backward"
+    return paler(name, 0.5 * action.chunk / max(1, chunks - 1))
 
 
 def _colour(cell: str, action: Action) -> str:

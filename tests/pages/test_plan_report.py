@@ -23,7 +23,7 @@ PROBE = """<script>
 const page = document.documentElement;
 page.dataset.overflow = page.scrollWidth - page.clientWidth;
 page.dataset.line = [...document.querySelectorAll('.line')].every(line => line.getBoundingClientRect().width > 0);
-page.dataset.bars = [...document.querySelectorAll('.track')].filter(bar =>
+page.dataset.bars = [...document.querySelectorAll('.bar')].filter(bar =>
   [...bar.querySelectorAll('span:not(.line)')].reduce((sum, part) => sum + part.getBoundingClientRect().width, 0)
   <= bar.getBoundingClientRect().width + 1).length;
 page.dataset.plot = document.querySelector('.plot').getBoundingClientRect().width;

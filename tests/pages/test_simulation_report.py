@@ -336,7 +336,8 @@ def test_the_answer_comes_first_and_is_for_people(page: Page, tmp_path: Path) ->
     assert "70.6 B parameters) on 256 × h100-80g, 32 nodes" in page.text("#what")
     tiles = page.text("#tiles")
     for figure in ("12.3 s a step", "1,327 tokens/s per GPU", "41% MFU", "47% HFU", "449 GFLOPs a token",
-                   "40.5 GB of 80 GB", "39.5 GB reserved, 1 GB context", "peak 37.3 GB allocated, rank 0, at 0F1",
+                   "40.5 GB of 80 GB", "39.5 GB reserved, 1 GB context",
+                   "peak 37.3 GB allocated, rank 0, in the forward of microbatch 1",
                    "✓ no deadlock", "22,383,360 communications"):  # fmt: skip
         assert figure in tiles
     assert page.value("document.querySelectorAll('#proof li').length") == 7
@@ -435,7 +436,7 @@ def test_pointing_names_action_rank_start_and_duration(page: Page, tmp_path: Pat
     assert page.value("getComputedStyle(find('tip')).visibility") == "visible"
     kind = {"F": "forward", "B": "backward"}[action[1]]
     assert page.text("#tip").splitlines() == [
-        f"{action}: {kind}, microbatch {action[2:]}",
+        f"{action}: {kind} of microbatch {action[2:]}",
         f"rank {row['rank']} ({row['place']})",
         f"from {start * 1e3:.0f} ms for {(end - start) * 1e3:.0f} ms",
     ]
@@ -457,7 +458,7 @@ def test_the_keyboard_walks_through_actions_and_ranks(page: Page, tmp_path: Path
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.press(key)
     says = page.text("#timeline-says")
-    assert says.startswith("0F0: forward, microbatch 0, rank 8 (dp 0, pp 1, tp 0), from 30 ms for 30 ms")
+    assert says.startswith("0F0: forward of microbatch 0, rank 8 (dp 0, pp 1, tp 0), from 30 ms for 30 ms")
     assert page.value("find('memory').dataset.rank") == "8"  # the memory below is that rank's
     page.value("show(1, 1.1)")
     for _ in range(3):
@@ -488,7 +489,7 @@ def test_memory_is_stacked_and_named(page: Page, tmp_path: Path) -> None:
     assert told[0] == f"{middle * 1e3:.3g} ms: {total / 1e9:.3g} GB"
     assert f"activations {curve['bytes']['activations'][at] / 1e9:.3g} GB" in told
     height = page.value("find('memory').clientHeight")
-    assert pixel(page, "memory", 600, height - 8) == css_colour(page, "k0")
+    assert pixel(page, "memory", 600, height - 8) == css_colour(page, "memory-parameters")
     assert page.value("document.querySelectorAll('#peaks .bar').length") == 2
     assert "activations" in page.value("document.querySelector('#peaks .bar').getAttribute('aria-label')")
 
@@ -535,6 +536,33 @@ def test_what_does_not_fit_says_so(page: Page, tmp_path: Path) -> None:
     page.open(write(tmp_path, example(capacity=32e9)), "laptop")
     assert page.text("h1") == "Does not fit: 40.5 GB of 32 GB"
     assert page.value("find('verdict').className") == "bad"
+    advice = page.text("#next")
+    assert "parameters take 9 GB of rank 0's peak; spread the states over more ranks" in advice
+    assert "triaxis plan --model" in advice and "--gpus 256 --hardware h100-80g" in advice
+
+
+@needs_browser
+def test_rows_that_read_the_same_are_one(page: Page, tmp_path: Path) -> None:
+    simulation = example(pp=4, microbatches=4)
+    ranks = simulation["memory"]["ranks"]
+    for rank in ranks[2:]:
+        rank |= {key: ranks[1][key] for key in ("breakdown", "peak_bytes", "reserved_bytes")}
+    page.open(write(tmp_path, simulation), "laptop")
+    assert page.value("document.querySelectorAll('#peaks .bar').length") == 2
+    assert f"{len(ranks) - 2} kinds of rank with the same figures" in page.text("#peaks")
+
+
+@needs_browser
+def test_a_straggler_leaves_its_trace(page: Page, tmp_path: Path) -> None:
+    simulation = example(microbatches=4)
+    path = write(tmp_path, simulation)
+    page.open(path, "laptop")
+    assert "as long" not in page.text("#settings")
+    plain = page.value("find('timeline').toDataURL()")
+    simulation["run"]["disturbed"] = {"stragglers": {"0": 1.5}, "links": {"3": 4.0}}
+    page.open(write(tmp_path, simulation), "laptop")
+    assert "rank 0 computes 1.5× as long · rank 3's messages take 4× as long" in page.text("#settings")
+    assert page.value("find('timeline').toDataURL()") != plain
 
 
 @needs_browser
@@ -625,7 +653,12 @@ def test_a_real_simulation_is_drawn(page: Page, tmp_path: Path, capsys: pytest.C
     assert page.text("h1").startswith("Fits and is proved: ")
     assert page.value("document.documentElement.scrollWidth <= innerWidth")
     assert page.value("Number(find('timeline').dataset.blocks)") > 2 * 4 * 2
-    assert page.value("document.querySelectorAll('#peaks .bar').length") == len(simulation["memory"]["ranks"])
+    assert (
+        0
+        < page.value("document.querySelectorAll('#peaks .bar').length")
+        <= len(simulation["memory"]["ranks"])
+    )
+    assert all(curve["seconds"][0] == 0 for curve in simulation["memory"]["curves"])  # nothing is left blank
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     actions = [span[2] for row in simulation["timeline"]["rows"] for span in row["compute"]]
     assert [e["name"] for e in events if e.get("cat") == "compute"] == actions

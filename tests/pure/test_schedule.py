@@ -258,7 +258,9 @@ def test_the_drawing_is_the_simulation() -> None:
     ]
     schedule = make_schedule("interleaved", 2, 4, 2)
     spans = [span for rank_spans in simulate(schedule) for span in rank_spans]
-    assert svg(schedule).count("<rect") == len(spans) + 1
+    assert (
+        svg(schedule).count("<rect") == len(spans) + 1 + schedule.pp
+    )  # the page and a row of idle time for each
 
 
 def test_the_command_draws_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # B166

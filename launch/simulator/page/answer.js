@@ -19,8 +19,9 @@ function answer() {
     `ZeRO-${run.zero}`, run.schedule + (run.virtual_stages > 1 ? ` × ${run.virtual_stages} chunks` : ""),
     counted(run.microbatches, "microbatch").replace("batchs", "batches") + ` of ${run.microbatch_size}`,
     `global batch ${whole(run.global_batch)}`, `sequences of ${whole(run.sequence_length)}`, run.dtype,
-    ...(run.sp ? ["sequence parallel"] : []), ...(run.recompute ? ["recompute"] : []),
+    ...(run.sp ? ["sequence parallel"] : []), ...(run.recompute ? ["recompute"] : []), ...disturbances(),
   ].join(" · ");
+  if (!memory.fits) find("settings").after(make("p", { class: "hint", id: "next" }, nextStep(fullest)));
   const tile = (title, figure, kind, ...lines) => make("div", { class: "card tile" }, make("span", {}, title),
     make("b", { class: kind }, figure), ...lines.map((line) => (line instanceof Node ? line : make("span", {}, line))));
   const tiles = find("tiles");
@@ -33,10 +34,27 @@ function answer() {
     tile("Memory", `${inBytes(memory.needed_bytes)} of ${inBytes(hardware.memory_bytes)}`, memory.fits ? "good" : "bad",
       bar([[memory.needed_bytes, memory.fits ? "good" : "bad", `needed\n${inBytes(memory.needed_bytes)}`]],
         Math.max(hardware.memory_bytes, memory.needed_bytes), hardware.memory_bytes),
-      `peak ${inBytes(fullest.peak_bytes)} allocated, rank ${fullest.rank}, at ${fullest.at}`,
+      `peak ${inBytes(fullest.peak_bytes)} allocated, rank ${fullest.rank}, in ${inWords(fullest.at)}`,
       `${inBytes(fullest.reserved_bytes)} reserved, ${inBytes(memory.context_bytes)} context`),
     tile("Proof", proof.holds ? "✓ no deadlock" : `✗ ${counted(proof.faults.length, "fault")}`, proof.holds ? "good" : "bad",
       `${counted(proof.ranks, "rank")} in ${whole(proof.classes)} classes`, `${counted(proof.communications, "communication")}`));
+}
+
+/** What was slowed down for the sake of the question. */
+function disturbances() {
+  const { stragglers = {}, links = {} } = run.disturbed ?? {};
+  return [...Object.entries(stragglers).map(([rank, factor]) => `rank ${rank} computes ${digits(factor)}× as long`),
+    ...Object.entries(links).map(([rank, factor]) => `rank ${rank}'s messages take ${digits(factor)}× as long`)];
+}
+/** What to try where it does not fit: what most of the memory is held for decides. */
+function nextStep(fullest) {
+  const held = Object.entries(fullest.breakdown).sort((a, b) => b[1] - a[1]);
+  const [kind, bytes] = held[0] ?? ["other", 0];
+  const advice = kind === "activations" ? "keep less of the activations: --recompute, a smaller microbatch, --sp with more --tp"
+    : run.zero < 3 ? `shard more of the states: --zero ${run.zero + 1}, or more ranks over --tp or --pp`
+      : "spread the states over more ranks: --tp, --pp, or more GPUs";
+  return `${kind} take ${inBytes(bytes)} of rank ${fullest.rank}'s peak; ${advice}. What fits: `
+    + `triaxis plan --model ${run.model} --gpus ${topology.world_size} --hardware ${hardware.name}`;
 }
 
 // ---- where the step goes
@@ -52,7 +70,7 @@ function spending() {
   const seen = {};
   const paints = shown.map(([what]) => { // an axis or computation has its colour, its further parts a weaker one
     const [first] = what.split(/[ ,]/);
-    const name = first === "compute" ? "forward" : ORDER.includes(first) ? first : what === "update" ? "phase" : "other";
+    const name = first === "compute" ? "forward" : ORDER.includes(first) ? first : what === "update" ? "phase" : "world";
     seen[name] = (seen[name] ?? 1.3) - 0.3;
     return [name, Math.max(0.3, seen[name])];
   });
@@ -71,17 +89,23 @@ function spending() {
 // ---- peak memory by kind, communication by axis
 function peaks() {
   const most = Math.max(hardware.memory_bytes, ...memory.ranks.map((rank) => rank.reserved_bytes));
-  const half = Math.ceil(memory.ranks.length / 2);
+  const groups = new Map(); // ranks whose figures read the same share a row
+  for (const rank of memory.ranks) {
+    const parts = KINDS.filter((kind) => rank.breakdown[kind]).map((kind) => [rank.breakdown[kind], kind, inBytes(rank.breakdown[kind])]);
+    const key = JSON.stringify([inBytes(rank.peak_bytes), inBytes(rank.reserved_bytes), parts.map((part) => part[2])]);
+    const alike = timeline.rows.find((row) => row.rank === rank.rank)?.ranks ?? 1;
+    const found = groups.get(key);
+    if (found) [found.alike, found.others] = [found.alike + alike, found.others + 1];
+    else groups.set(key, { rank, parts, alike, others: 0 });
+  }
+  const half = Math.ceil(groups.size / 2);
   const columns = [make("div", { class: "rows" }), make("div", { class: "rows" })];
-  memory.ranks.forEach((rank, index) => {
-    const alike = timeline.rows.find((row) => row.rank === rank.rank)?.ranks;
-    const facts = [rank.place, ...(alike ? [counted(alike, "rank")] : []), `at ${rank.at}`,
-      `${inBytes(rank.reserved_bytes)} reserved`];
-    const parts = KINDS.filter((kind) => rank.breakdown[kind]).map((kind) =>
-      [rank.breakdown[kind], kindColour(kind), `${kind}\n${inBytes(rank.breakdown[kind])}`]);
+  [...groups.values()].forEach(({ rank, parts, alike, others }, index) => {
+    const facts = [rank.place + (others ? `, and ${counted(others, "kind")} of rank with the same figures` : ""),
+      counted(alike, "rank"), `at ${rank.at}, ${inWords(rank.at)}`, `${inBytes(rank.reserved_bytes)} reserved`];
     columns[index < half ? 0 : 1].append(make("span", {}, `rank ${rank.rank}`),
-      bar(parts, most, hardware.memory_bytes), make("b", {}, inBytes(rank.peak_bytes)),
-      make("small", {}, facts.join(" · ")));
+      bar(parts.map(([bytes, kind, text]) => [bytes, kindColour(kind), `${kind}\n${text}`]), most, hardware.memory_bytes),
+      make("b", {}, inBytes(rank.peak_bytes)), make("small", {}, facts.join(" · ")));
   });
   find("peaks").append(
     make("p", { class: "hint" }, `A row for each kind of rank; the line is the GPU's ${inBytes(hardware.memory_bytes)}`),

@@ -29,8 +29,11 @@ const style = getComputedStyle(document.documentElement);
 const colour = (name) => style.getPropertyValue(`--${name}`).trim();
 const axisColour = (axis) => (colour(axis) ? axis : "world");
 const KINDS = [...new Set(memory.ranks.flatMap((rank) => Object.keys(rank.breakdown)))];
-const numbered = (index) => (index < 8 ? `k${index}` : "other");
-const kindColour = (kind) => (kind === "other" ? kind : numbered(KINDS.indexOf(kind)));
+const kindColour = (kind) => { // memory_name in palette.py says the same
+  const [first] = kind.split(" ");
+  const name = `memory-${{ unreduced: "buckets", pipeline: "messages" }[first] ?? first}`;
+  return colour(name) ? name : "memory-other";
+};
 const ORDER = ["tp", "cp", "ep", "pp", "dp", "world"];
 const ordered = (axes) => [...new Set(axes)].sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
 const AXES = ordered(timeline.rows.flatMap((row) => Object.keys(row.lanes)));
@@ -42,9 +45,12 @@ function parse(action) {
   if (!letter) return { paint: "phase", short: "", chunk: 0, text: action };
   const kind = { F: "forward", B: "backward", W: "backward of weights", I: "backward of inputs" }[letter] ?? letter;
   const part = run.virtual_stages > 1 ? `, chunk ${chunk}` : "";
-  return { paint: letter === "F" ? "forward" : "backward", short: microbatch, chunk: Number(chunk),
-    text: `${action}: ${kind}, microbatch ${microbatch}${part}` };
+  return { paint: { F: "forward", W: "weights", I: "inputs" }[letter] ?? "backward", short: microbatch, chunk: Number(chunk),
+    text: `${action}: ${kind} of microbatch ${microbatch}${part}` };
 }
+
+/** `0B6` in words: the backward of microbatch 6. */
+const inWords = (action) => parse(action).text.replace(/^\S+: /, "the ");
 
 /** parts: [amount, colour name, label, strength]; a line at `limit`. */
 function bar(parts, most, limit) {

@@ -26,10 +26,13 @@ function drawTimeline() {
       context.fillText(`rank ${row.rank}`, 0, y + (many ? 6 : 7));
       context.fillStyle = colour("soft");
       const alike = width < 600 ? `×${row.ranks}` : `${whole(row.ranks)} alike`;
-      if (row.ranks > 1) context.fillText(alike, 0, y + (many ? 18 : 20));
+      const slower = run.disturbed?.stragglers?.[row.rank];
+      if (slower) context.fillStyle = colour("bad");
+      if (slower) context.fillText(`${digits(slower)}× slower`, 0, y + (many ? 18 : 20));
+      else if (row.ranks > 1) context.fillText(alike, 0, y + (many ? 18 : 20));
     });
     timeAxis(context, width, height);
-    const paints = Object.fromEntries(["forward", "backward", "phase"].map((name) => [name, colour(name)]));
+    const paints = Object.fromEntries(["forward", "backward", "inputs", "weights", "phase"].map((name) => [name, colour(name)]));
     rows.forEach((row, at) => {
       const y = top + at * high;
       row.compute.forEach((part, index) => {
@@ -105,7 +108,8 @@ function drawTimeline() {
   });
   const lettered = actions.flat();
   find("timeline-legend").append(
-    ...["forward", "backward"].filter((paint) => lettered.some((action) => action.paint === paint)).map((paint) => swatch(paint, paint)),
+    ...Object.entries({ forward: "forward", backward: "backward", inputs: "gradients of inputs", weights: "gradients of weights" })
+      .filter(([paint]) => lettered.some((action) => action.paint === paint)).map(([paint, text]) => swatch(paint, text)),
     ...(lettered.some((action) => action.paint === "phase") ? [swatch("phase", "the step's end")] : []),
     ...AXES.map((axis) => swatch(axisColour(axis), `${axis} communication`)), swatch("idle", "idle"));
 }
