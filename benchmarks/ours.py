@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from triaxis.engine.optimizer import UpdateRule
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.plan import StepPlan, UpdateRule
+from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import Batch
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.topology import Topology

@@ -44,7 +44,7 @@ class Decay(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The flags of `triaxis.launch.train`, as given; `None` is "follows from the others" (see `resolve`)."""
+    """The flags of `triaxis.launch.train`, as given; `None` is "follows from the others" (see engine/rules.py)."""
 
     model: str = "tiny"
     data: str = "stdlib"
@@ -174,16 +174,6 @@ def learning_rate_at(
         Decay.CONSTANT: 1.0,
     }[Decay(decay)]
     return peak * (minimum_ratio + (1.0 - minimum_ratio) * remaining)
-
-
-def resolve(config: RunConfig, world_size: int, model_config: ModelConfig | None = None) -> ResolvedRun:
-    """Checks every rule and settles every value; `model_config` None is the one that `config.model` names.
-
-    Raises one ConfigError that lists all faults.
-    """
-    from triaxis.engine import rules  # rules reads the classes above
-
-    return rules.resolve(config, world_size, model_config)
 
 
 def run_directory(config: RunConfig) -> Path:

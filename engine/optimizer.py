@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from triaxis.engine.plan import Rule, UpdateRule
 from triaxis.parallel.replicas.data_parallel import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRule:
-    """adamw (Loshchilov and Hutter 2019) or sgd without momentum; weight decay spares norms and biases."""
+def _adamw(rule: UpdateRule, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.0, betas=rule.betas, eps=rule.epsilon, fused=True)
 
-    name: str = "adamw"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
 
-    def make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        if self.name == "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.epsilon, fused=True)
-        return torch.optim.SGD(groups, lr=0.0, fused=True)
+def _sgd(rule: UpdateRule, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.0, fused=True)
+
+
+OPTIMIZERS = {Rule.ADAMW: _adamw, Rule.SGD: _sgd}
 
 
 def _runs(bucket: Shard) -> list[tuple[int, int, bool]]:
@@ -65,7 +61,7 @@ class ShardOptimizer:
                 if masters:
                     groups.append({"params": masters, "weight_decay": rule.weight_decay if decayed else 0.0})
             if groups:
-                self._updates.append((bucket, rule.make(groups), places))
+                self._updates.append((bucket, OPTIMIZERS[rule.name](rule, groups), places))
 
     @torch.no_grad()
     def step(self, learning_rate: float, coefficient: Tensor) -> None:

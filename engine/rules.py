@@ -39,8 +39,11 @@ _NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps
 _FRACTIONS = ("warmup_ratio", "min_learning_rate_ratio", "adam_beta1", "adam_beta2")
 
 
-def resolve(config: RunConfig, world_size: int, model: ModelConfig | None) -> ResolvedRun:
-    """See `triaxis.engine.config.resolve`."""
+def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None) -> ResolvedRun:
+    """Checks every rule and settles every value; `model` None is the one that `config.model` names.
+
+    Raises one ConfigError that lists all faults.
+    """
     faults = _range_faults(config)
     if faults:
         raise ConfigError(tuple(faults))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from triaxis.engine.config import ResolvedRun, RunConfig
-from triaxis.engine.optimizer import ShardOptimizer, UpdateRule
+from triaxis.engine.config import DataParallel as DataParallelKind
+from triaxis.engine.optimizer import ShardOptimizer
+from triaxis.engine.plan import Precision, StepPlan
 from triaxis.models.batch import Batch
 from triaxis.models.blocks import Block
 from triaxis.models.builder import Stage, build_model
@@ -26,65 +27,15 @@ from triaxis.parallel.pipeline.schedule import lower, make_schedule
 from triaxis.parallel.places.partition import partition_layers
 from triaxis.parallel.replicas.data_parallel import DataParallel
 from triaxis.parallel.replicas.initialize import initialize_parameter
-from triaxis.parallel.replicas.zero import DEFAULT_BUCKET_ELEMENTS, ZeroDataParallel
+from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.mesh import Mesh
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.FP64: torch.float64,
+    Precision.BF16: torch.bfloat16,
+}
 WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens.
-
-    skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
-    """
-
-    model: ModelConfig
-    microbatch_size: int
-    microbatches: int
-    sequence_length: int
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    sequence_parallel: bool = False
-    recompute: bool = False
-    data_parallel: str = "zero"
-    zero: int = 0
-    bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
-    dtype: str = "fp32"
-    accumulate_dtype: str | None = None
-    max_grad_norm: float = 1.0
-    rule: UpdateRule = field(default_factory=UpdateRule)
-    skip_bad: bool = False
-    seed: int | None = 0
-
-
-def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
-    """What a run's step needs to know, out of its flags and what follows from them."""
-    return StepPlan(
-        model=resolved.model,
-        microbatch_size=resolved.microbatch_size,
-        microbatches=resolved.microbatches,
-        sequence_length=config.seq,
-        schedule=config.schedule,
-        virtual_stages=resolved.virtual_stages,
-        sequence_parallel=config.sp,
-        recompute=config.recompute,
-        data_parallel=config.data_parallel,
-        zero=resolved.zero,
-        bucket_elements=config.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
-        dtype=config.dtype,
-        accumulate_dtype=resolved.accumulate_dtype,
-        max_grad_norm=config.max_grad_norm,
-        rule=UpdateRule(
-            name=config.optimizer,
-            weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
-            epsilon=config.adam_epsilon,
-        ),
-        skip_bad=config.on_nan == "skip",
-        seed=config.seed,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +89,7 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
             last=number == count - 1,
             sequence_parallel=plan.sequence_parallel,
             dtype=DTYPES[plan.dtype],
-            recompute=plan.recompute,
+            recompute=plan.recompute.repeats_layers,
         )
         for number in range(mesh.pp.rank, count, mesh.pp.size)
     ]
@@ -175,13 +126,11 @@ def _filler(plan: StepPlan) -> Callable[[nn.Parameter], None] | None:
 
 def summed_dtype(plan: StepPlan) -> torch.dtype:
     """What gradients are summed in."""
-    if plan.accumulate_dtype:
-        return DTYPES[plan.accumulate_dtype]
-    return torch.promote_types(DTYPES[plan.dtype], torch.float32)
+    return DTYPES[plan.summed]
 
 
 Maker = Callable[[Sequence[Stage], StepPlan, Mesh], DataParallel]
-MAKERS: dict[str, Maker] = {"zero": _make_zero, "fsdp": _make_fsdp}
+MAKERS: dict[DataParallelKind, Maker] = {DataParallelKind.ZERO: _make_zero, DataParallelKind.FSDP: _make_fsdp}
 
 
 class TrainingStep:

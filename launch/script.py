@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from triaxis.engine.config import ConfigError, RunConfig, resolve
+from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.jobs.artefacts import (
     GRACE_SECONDS,

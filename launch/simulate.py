@@ -11,7 +11,8 @@ from typing import Annotated
 
 import tyro
 
-from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, resolve
+from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
+from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_with
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
 

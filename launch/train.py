@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 
-from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, resolve, run_directory
+from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
 from triaxis.engine.faults.interruption import EXIT_REQUEUE
+from triaxis.engine.rules import resolve
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
 from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch

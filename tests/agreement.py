@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triaxis.engine.optimizer import UpdateRule
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.plan import Recompute, StepPlan, UpdateRule
+from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.layout import ParameterLayout
@@ -157,7 +157,7 @@ def plan_of(layout: Layout, model: ModelConfig, rule: str, dtype: str) -> StepPl
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
         sequence_parallel=layout.sp,
-        recompute=layout.recompute,
+        recompute=Recompute.FULL if layout.recompute else Recompute.NONE,
         data_parallel=layout.data_parallel,
         zero=layout.zero,
         bucket_elements=layout.bucket_elements,

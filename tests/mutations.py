@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.agreement import MODEL, RULES
-from triaxis.engine.step import StepPlan
+from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.lockstep import ALONE
 from triaxis.parallel.programs.program import Cluster, Communicate, Event, Program, Segment, Step, Wait
@@ -31,7 +31,11 @@ class Case:
         parts = [f"tp{topology.tp} pp{topology.pp} dp{topology.dp} zero{plan.zero} {plan.schedule}"]
         parts += [f"m{plan.microbatches}x{plan.microbatch_size} {plan.dtype} buckets{plan.bucket_elements}"]
         parts += [topology.order] * (topology.order != "tp-pp-dp") + ["sp"] * plan.sequence_parallel
-        parts += ["recompute"] * plan.recompute + ["tied"] * model.tied + ["documents"] * self.documents
+        parts += (
+            ["recompute"] * plan.recompute.repeats_layers
+            + ["tied"] * model.tied
+            + ["documents"] * self.documents
+        )
         parts += ["biases"] * model.attention_bias + ["qk_norm"] * model.qk_norm
         return " ".join([*parts, f"layers{model.layers} kv{model.kv_heads} vocab{model.vocab_size}"])
 
@@ -66,7 +70,7 @@ def draw_case(draw: random.Random, *, ranks: int = 8, microbatches: int = 5) -> 
         schedule=schedule,
         virtual_stages=virtual_stages,
         sequence_parallel=draw.random() < 0.5,
-        recompute=draw.random() < 0.3,
+        recompute=Recompute.FULL if draw.random() < 0.3 else Recompute.NONE,
         zero=draw.choice([0, 1, 2, 3]),
         bucket_elements=draw.choice([1, 3000, 1 << 20]),
         dtype=draw.choice(["fp32", "bf16", "fp64"]),

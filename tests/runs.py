@@ -11,9 +11,10 @@ import numpy as np
 
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.engine.checkpoint.manifest import read_manifest
-from triaxis.engine.config import RunConfig, resolve
+from triaxis.engine.config import RunConfig
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.supervision import Supervision
+from triaxis.engine.rules import resolve
 from triaxis.engine.run.trainer import Summary, train
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.thread import run_threads

@@ -23,6 +23,7 @@ from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
 from triaxis.engine.faults.numbers import judge, most_norm
 from triaxis.engine.faults.supervision import Supervision, Watch, agree
+from triaxis.engine.plan import step_plan
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.run.peak import peak_memory_bytes
 from triaxis.engine.run.plot import plot_run
@@ -30,7 +31,7 @@ from triaxis.engine.run.progress import Progress
 from triaxis.engine.run.rates import Rates
 from triaxis.engine.run.restore import restore, stored_row
 from triaxis.engine.run.saving import Counters, Saver
-from triaxis.engine.step import TrainingStep, stage_layers, step_plan
+from triaxis.engine.step import TrainingStep, stage_layers
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import Mesh, build_mesh
 

@@ -14,7 +14,8 @@ from typing import TypeGuard
 
 import torch
 
-from triaxis.engine.step import StepPlan, summed_dtype
+from triaxis.engine.plan import StepPlan
+from triaxis.engine.step import summed_dtype
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
 from triaxis.parallel.places.topology import Topology

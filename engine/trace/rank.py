@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from triaxis.engine.step import StepPlan, TrainingStep, build_stages
+from triaxis.engine.plan import StepPlan
+from triaxis.engine.step import TrainingStep, build_stages
 from triaxis.engine.trace.meter import Known, Meter
 from triaxis.models.batch import Batch
 from triaxis.parallel.pipeline.executor import PipelineChunk
@@ -37,7 +38,8 @@ from triaxis.parallel.programs.program import (
     Wait,
 )
 from triaxis.parallel.replicas.bucket import Bucket
-from triaxis.parallel.replicas.zero import REDUCTIONS_UNDER_WAY, ZeroDataParallel
+from triaxis.parallel.replicas.limits import REDUCTIONS_UNDER_WAY
+from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.group import Group, World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.recording import Recorder, RecordingWorld

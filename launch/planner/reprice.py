@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from triaxis.engine.config import resolve
+from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.planner.run_flags import run_flags
 from triaxis.launch.planner.search import Candidate, Plan, Request

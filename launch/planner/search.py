@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from triaxis.engine.config import ConfigError, RunConfig, resolve
+from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.rules import resolve
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.accuracy import memory_band, time_band
 from triaxis.launch.planner.cost import step_time

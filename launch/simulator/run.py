@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from triaxis.engine.config import ResolvedRun, RunConfig
-from triaxis.engine.step import step_plan
+from triaxis.engine.plan import step_plan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.simulator.result import Simulation, price

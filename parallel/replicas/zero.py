@@ -20,10 +20,8 @@ from triaxis.parallel.layers.gradient import slot_of
 from triaxis.parallel.places.layout import layouts_of
 from triaxis.parallel.replicas.bucket import Bucket, GradientPool, Segment
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
+from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS, REDUCTIONS_UNDER_WAY
 from triaxis.parallel.worlds.group import Group
-
-DEFAULT_BUCKET_ELEMENTS = 1 << 25
-REDUCTIONS_UNDER_WAY = 2
 
 
 @dataclass(slots=True)

@@ -23,9 +23,10 @@ import pytest
 import torch
 
 from tests.forked import run_processes
-from triaxis.engine.config import RunConfig, resolve
+from triaxis.engine.config import RunConfig
+from triaxis.engine.plan import step_plan
+from triaxis.engine.rules import resolve
 from triaxis.engine.run.peak import give_back_freed_memory, peak_memory_bytes
-from triaxis.engine.run.trainer import step_plan
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.doctor import main as doctor
 from triaxis.launch.hardware.hardware import Hardware, load_hardware

@@ -22,6 +22,7 @@ PURE = (
     "models.presets",
     "engine.config",
     "engine.rules",
+    "engine.plan",
     "launch.environment",
     "launch.flags",
     "launch.schedule",

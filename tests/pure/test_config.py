@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.config import ConfigError, RunConfig, learning_rate_at, resolve, warmup_steps_of
+from triaxis.engine.config import ConfigError, RunConfig, learning_rate_at, warmup_steps_of
+from triaxis.engine.rules import resolve
 from triaxis.launch.environment import overlap_warnings, read_launch
 from triaxis.launch.flags import GROUPS, parse_flags
 from triaxis.models.presets import PRESETS

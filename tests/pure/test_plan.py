@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.config import ConfigError, resolve
+from triaxis.engine.config import ConfigError
+from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.hardware.hardware import load_hardware
 from triaxis.launch.plan import main

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from triaxis.engine.config import resolve
+from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.jobs.artefacts import (
     Cluster,

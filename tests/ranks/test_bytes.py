@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.agreement import LENGTH, MODEL, TIED, sequences
-from triaxis.engine.step import DTYPES, StepPlan, TrainingStep
+from triaxis.engine.plan import StepPlan
+from triaxis.engine.step import DTYPES, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.bucket import ALIGNMENT_ELEMENTS

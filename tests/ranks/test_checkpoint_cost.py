@@ -12,7 +12,8 @@ import torch
 from tests.agreement import LENGTH, MODEL
 from tests.checkpointing import state_at
 from triaxis.engine.checkpoint.store import CheckpointStore
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.plan import StepPlan
+from triaxis.engine.step import TrainingStep
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh

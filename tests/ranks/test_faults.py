@@ -25,12 +25,13 @@ from tests.runs import prepare, rows, run
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.engine.checkpoint.manifest import SaveError
 from triaxis.engine.checkpoint.storage import ShardWriter
-from triaxis.engine.config import ConfigError, RunConfig, SaveStrategy, resolve
+from triaxis.engine.config import ConfigError, RunConfig, SaveStrategy
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.presence import Presence, clear_presence, dead_ranks
 from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
+from triaxis.engine.rules import resolve
 from triaxis.engine.run.metrics import MetricsWriter, read_metrics
 from triaxis.engine.run.trainer import train
 from triaxis.engine.step import TrainingStep, _Chunk

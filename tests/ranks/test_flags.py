@@ -16,7 +16,8 @@ import pytest
 
 from tests.runs import MODEL, prepare, rows, run
 from triaxis.engine.checkpoint.storage import ShardWriter
-from triaxis.engine.config import ConfigError, RunConfig, resolve
+from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.rules import resolve
 from triaxis.engine.step import TrainingStep, _Chunk
 from triaxis.launch import ranks
 from triaxis.launch.environment import Launch

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from tests.agreement import LENGTH, MODEL, sequences
 from tests.runs import prepare, run
+from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.engine.run.metrics import MetricsWriter, StepRow
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.step import TrainingStep
 from triaxis.parallel.places.layout import declare_replicated
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.zero import ZeroDataParallel
@@ -156,8 +157,8 @@ def test_stage_3_needs_less_than_stage_2_also_at_its_peak() -> None:  # B146
     assert beside[3] <= beside[2] + layer_bytes, "beside its states stage 3 has one unit's parameters more"
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_peak_of_a_step_is_that_of_any_accumulation(recompute: bool) -> None:  # B140
+@pytest.mark.parametrize("recompute", Recompute)
+def test_the_peak_of_a_step_is_that_of_any_accumulation(recompute: Recompute) -> None:  # B140
     """Of two microbatches and of 32, by PyTorch's own account: no microbatch leaves its graph or logits behind."""
 
     def peak(microbatches: int) -> int:

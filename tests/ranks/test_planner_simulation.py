@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from triaxis.engine.plan import Recompute as StepRecompute
+from triaxis.engine.plan import StepPlan
 from triaxis.engine.run.peak import OWN_MAPPING_BYTES
-from triaxis.engine.step import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.hardware.hardware import load_hardware
 from triaxis.launch.planner.cost import step_time
@@ -102,7 +103,7 @@ def compare(model: ModelConfig, layout: Layout) -> Compared:
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
         sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute == Recompute.FULL,
+        recompute=StepRecompute(layout.recompute),
         zero=layout.zero,
         dtype="bf16",
     )

@@ -24,7 +24,7 @@ from tests.mutations import (
     unroll,
     with_program,
 )
-from triaxis.engine.step import StepPlan
+from triaxis.engine.plan import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.engine.trace.rank import trace_rank
 from triaxis.parallel.pipeline.schedule import (

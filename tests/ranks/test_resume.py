@@ -15,7 +15,8 @@ import pytest
 from tests.runs import MEASURED, last_state, prepare, rows, run
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_manifest, write_manifest
-from triaxis.engine.config import ConfigError, RunConfig, resolve
+from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.rules import resolve
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
 
 LAYOUTS: list[Any] = [

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.agreement import LENGTH, MODEL, sequences
-from triaxis.engine.optimizer import UpdateRule
-from triaxis.engine.step import StepPlan, StepResult, TrainingStep, build_stages, stage_layers
+from triaxis.engine.plan import StepPlan, UpdateRule
+from triaxis.engine.step import StepResult, TrainingStep, build_stages, stage_layers
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World

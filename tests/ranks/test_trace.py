@@ -21,7 +21,8 @@ import triaxis.parallel.replicas.zero
 from tests.agreement import MODEL, sequences
 from tests.forked import run_processes
 from tests.mutations import Case, draw_case, resolve
-from triaxis.engine.step import StepPlan, TrainingStep
+from triaxis.engine.plan import Recompute, StepPlan
+from triaxis.engine.step import TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.engine.trace.rank import record_step, trace_rank
 from triaxis.models.batch import Batch
@@ -62,15 +63,15 @@ FOUR_RANKS = [
     row(dp=4, zero=0),
     row(dp=4, zero=1, dtype="bf16"),
     row(dp=4, zero=2, microbatches=5, bucket_elements=1 << 20),
-    row(dp=4, zero=3, recompute=True, dtype="bf16"),
+    row(dp=4, zero=3, recompute=Recompute.FULL, dtype="bf16"),
     row(tp=4, sequence_parallel=True, schedule="gpipe", documents=True),
-    row(tp=4, recompute=True, dtype="fp64"),
+    row(tp=4, recompute=Recompute.FULL, dtype="fp64"),
     row(pp=4, schedule="1f1b", tied=True, microbatches=5),
     row(pp=4, schedule="gpipe", microbatches=1),
     row(tp=2, dp=2, zero=1, sequence_parallel=True, documents=True),
     row(tp=2, dp=2, zero=2, sequence_parallel=True, order="dp-pp-tp"),
-    row(tp=2, dp=2, zero=3, sequence_parallel=True, recompute=True),
-    row(pp=2, dp=2, zero=0, schedule="1f1b", recompute=True),
+    row(tp=2, dp=2, zero=3, sequence_parallel=True, recompute=Recompute.FULL),
+    row(pp=2, dp=2, zero=0, schedule="1f1b", recompute=Recompute.FULL),
     row(pp=2, dp=2, zero=1, schedule="gpipe", tied=True, dtype="bf16"),
     row(pp=2, dp=2, zero=2, tied=True, microbatches=5, schedule="interleaved", virtual_stages=2),
     row(pp=2, dp=2, zero=3, schedule="1f1b", tied=True, microbatches=5),
@@ -78,7 +79,7 @@ FOUR_RANKS = [
         tp=2,
         pp=2,
         sequence_parallel=True,
-        recompute=True,
+        recompute=Recompute.FULL,
         microbatches=5,
         schedule="interleaved",
         virtual_stages=2,
@@ -86,7 +87,7 @@ FOUR_RANKS = [
 ]
 EIGHT_RANKS = [
     row(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True, tied=True, microbatches=5),
-    row(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True, recompute=True, order="pp-tp-dp"),
+    row(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True, recompute=Recompute.FULL, order="pp-tp-dp"),
     row(tp=4, dp=2, zero=2, schedule="gpipe", documents=True),
     row(pp=2, dp=4, zero=3, microbatches=2, schedule="interleaved", virtual_stages=2),
 ]
@@ -271,7 +272,7 @@ def test_activations_are_what_autograd_saves() -> None:
 
 ONE_REAL_RANK = [
     row(tied=True, microbatches=3),
-    row(recompute=True, microbatches=3),
+    row(recompute=Recompute.FULL, microbatches=3),
     row(dp=2, zero=2, microbatches=3),
     row(dp=2, zero=3, microbatches=3),
 ]
@@ -345,7 +346,7 @@ def test_a_rank_of_70b_takes_no_memory() -> None:
     script = """
 import torch
 from triaxis.engine.run.peak import peak_memory_bytes
-from triaxis.engine.step import StepPlan
+from triaxis.engine.plan import StepPlan
 from triaxis.engine.trace.rank import trace_rank
 from triaxis.models.presets import load_config
 from triaxis.parallel.places.topology import Topology

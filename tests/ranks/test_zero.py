@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.agreement import LENGTH, MODEL, TIED, sequences
-from triaxis.engine.optimizer import ShardOptimizer, UpdateRule
-from triaxis.engine.step import StepPlan, StepResult, TrainingStep
+from triaxis.engine.optimizer import ShardOptimizer
+from triaxis.engine.plan import StepPlan, UpdateRule
+from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.layers.gradient import slot_of
 from triaxis.parallel.places.layout import ParameterLayout, declare_replicated, layouts_of

@@ -1,0 +1,122 @@
+"""The one record of a step: everything that training, tracing and planning need to know of it. No torch.
+
+A run's flags say what is asked (`RunConfig`), the rules settle it (`ResolvedRun`), and `step_plan` makes the record
+that the step is built from. What the step is spread over is not in it: that is the topology, which goes beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from triaxis.engine.config import DataParallel, ResolvedRun, RunConfig
+from triaxis.models.config import ModelConfig
+from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS
+
+
+class Precision(StrEnum):
+    """What weights and activations are held and multiplied in."""
+
+    FP32 = "fp32"
+    FP64 = "fp64"
+    BF16 = "bf16"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return {"fp32": 4, "fp64": 8, "bf16": 2}[self]
+
+    @property
+    def summed(self) -> Precision:
+        """What gradients are summed in unless it is said: fp32 at least."""
+        return Precision.FP64 if self is Precision.FP64 else Precision.FP32
+
+
+class Recompute(StrEnum):
+    """What backward computes again instead of keeping it: nothing, or all of a layer but its input."""
+
+    NONE = "none"
+    FULL = "full"
+
+    @property
+    def repeats_layers(self) -> bool:
+        return self is Recompute.FULL
+
+
+class Rule(StrEnum):
+    """An optimizer's name."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    """adamw (Loshchilov and Hutter 2019) or sgd without momentum; weight decay spares norms and biases."""
+
+    name: Rule = Rule.ADAMW
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens.
+
+    accumulate_dtype: of summed gradients; None: as `Precision.summed` says
+    skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
+    seed: of the initial values; None: they are not made, as a trace needs none
+    """
+
+    model: ModelConfig
+    microbatch_size: int
+    microbatches: int
+    sequence_length: int
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    data_parallel: DataParallel = DataParallel.ZERO
+    zero: int = 0
+    bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
+    dtype: Precision = Precision.FP32
+    accumulate_dtype: Precision | None = None
+    max_grad_norm: float = 1.0
+    rule: UpdateRule = field(default_factory=UpdateRule)
+    skip_bad: bool = False
+    seed: int | None = 0
+
+    @property
+    def summed(self) -> Precision:
+        """What gradients are summed in."""
+        return self.accumulate_dtype or Precision(self.dtype).summed
+
+
+def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
+    """What a run's step needs to know, out of its flags and what follows from them."""
+    return StepPlan(
+        model=resolved.model,
+        microbatch_size=resolved.microbatch_size,
+        microbatches=resolved.microbatches,
+        sequence_length=config.seq,
+        schedule=config.schedule,
+        virtual_stages=resolved.virtual_stages,
+        sequence_parallel=config.sp,
+        recompute=Recompute.FULL if config.recompute else Recompute.NONE,
+        data_parallel=config.data_parallel,
+        zero=resolved.zero,
+        bucket_elements=config.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        dtype=Precision(config.dtype),
+        accumulate_dtype=Precision(resolved.accumulate_dtype),
+        max_grad_norm=config.max_grad_norm,
+        rule=UpdateRule(
+            name=Rule(config.optimizer),
+            weight_decay=config.weight_decay,
+            betas=(config.adam_beta1, config.adam_beta2),
+            epsilon=config.adam_epsilon,
+        ),
+        skip_bad=config.on_nan == "skip",
+        seed=config.seed,
+    )
