@@ -21,7 +21,7 @@ import torch.distributed as dist
 from triaxis.engine.plan import StepPlan, UpdateRule
 from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import Batch
-from triaxis.models.config import ModelConfig
+from triaxis.models.fields import dense_model
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.mesh import Mesh, build_mesh
 from triaxis.parallel.worlds.process import open_process_world
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_plan(arguments: argparse.Namespace) -> StepPlan:
-    model = ModelConfig(
+    model = dense_model(
         name="benchmark",
         vocab_size=arguments.vocab,
         hidden_size=arguments.hidden,

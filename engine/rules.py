@@ -10,7 +10,7 @@ from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunCon
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
 from triaxis.parallel.pipeline.schedule import ScheduleName
-from triaxis.parallel.places.legal_values import divisors, listed, nearest, nearest_divisors
+from triaxis.parallel.places.legal_values import divisors, listed, nearest
 from triaxis.parallel.places.topology import Topology, resolve_topology
 
 DEFAULT_MICROBATCH_SIZE = 4
@@ -329,22 +329,13 @@ def _missing_data(field: str, data: str) -> list[str]:
 
 def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, size: int) -> list[str]:
     faults = []
-    tp, heads, kv_heads = config.tp, model.heads, model.kv_heads
-    if heads % tp:
+    tp = config.tp
+    for cut in (cut for cut in model.cuts() if not cut.allows(tp)):
+        legal = nearest([d for d in divisors(cut.serving or cut.blocks) if cut.allows(d)], tp)
         faults.append(
-            f"`tp` must divide the {heads} attention heads of {model.name}, but is {tp}; "
-            f"nearest that work: {nearest_divisors(heads, tp)}"
-        )
-    elif kv_heads % tp and tp % kv_heads:
-        legal = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
-        faults.append(
-            f"`tp` must divide the {kv_heads} key/value heads of {model.name} or be a multiple of them, but is {tp}; "
-            f"nearest that work: {listed(nearest(legal, tp))}"
-        )
-    if model.ffn_size % tp:
-        faults.append(
-            f"`tp` must divide the MLP size {model.ffn_size} of {model.name}, but is {tp}; "
-            f"nearest that work: {nearest_divisors(model.ffn_size, tp)}"
+            f"`tp` must divide the {cut.blocks} {cut.what} of {model.name}"
+            + ("" if cut.serving is None else " or be a multiple of them")
+            + f", but is {tp}; nearest that work: {listed(legal)}"
         )
     chunks = config.pp * virtual_stages
     if chunks > model.layers:

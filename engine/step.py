@@ -18,9 +18,9 @@ from triaxis.engine.config import DataParallel as DataParallelKind
 from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import Precision, StepPlan
 from triaxis.models.batch import Batch
-from triaxis.models.blocks import Block
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.schedule import lower, make_schedule
@@ -35,7 +35,6 @@ DTYPES = {
     Precision.FP64: torch.float64,
     Precision.BF16: torch.bfloat16,
 }
-WRAPPED = (Block, VocabParallelEmbedding, VocabParallelHead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,28 +70,33 @@ class _Chunk:
 
 @lru_cache(maxsize=64)
 def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
-    """The layers of each model stage, cut by matrix products: the head weighs as much as its share of a layer."""
-    head = model.embedding_parameters() / model.layer_parameters()
-    return partition_layers(model.layers, stages, first_extra=0.0, last_extra=head)
+    """The layers of each model stage, cut by parameters: the head weighs as much as its share of the first layer."""
+    first = model.layer_parameters()
+    costs = [model.layer_parameters(layer) / first for layer in range(model.layers)]
+    head = model.embedding_parameters() / first
+    return partition_layers(model.layers, stages, layer_cost=costs, first_extra=0.0, last_extra=head)
 
 
 def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
     """The model stages that this rank holds, one for each chunk. Collective."""
     count = mesh.pp.size * plan.virtual_stages
     cuts = stage_layers(plan.model, count)
+    build = Build.on(
+        mesh,
+        dtype=DTYPES[plan.dtype],
+        sequence_parallel=plan.sequence_parallel,
+        recompute=plan.recompute.repeats_layers,
+    )
     return [
-        build_model(
-            plan.model,
-            mesh,
-            layers=cuts[number],
-            first=number == 0,
-            last=number == count - 1,
-            sequence_parallel=plan.sequence_parallel,
-            dtype=DTYPES[plan.dtype],
-            recompute=plan.recompute.repeats_layers,
-        )
+        build_model(plan.model, build, layers=cuts[number], first=number == 0, last=number == count - 1)
         for number in range(mesh.pp.rank, count, mesh.pp.size)
     ]
+
+
+def _units(stages: Sequence[Stage]) -> tuple[type[nn.Module], ...]:
+    """The modules whose parameters are gathered and reduced together: layers of any kind, embedding and head."""
+    blocks = dict.fromkeys(type(block) for stage in stages for block in stage.blocks)
+    return (*blocks, VocabParallelEmbedding, VocabParallelHead)
 
 
 def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
@@ -100,7 +104,7 @@ def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         stages,
         mesh.dp,
         stage=plan.zero,
-        wrap=WRAPPED,
+        wrap=_units(stages),
         accumulate_dtype=summed_dtype(plan),
         bucket_elements=plan.bucket_elements,
         fill=_filler(plan),
@@ -113,7 +117,7 @@ def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
     return FsdpDataParallel(
         stages,
         mesh,
-        wrap=WRAPPED,
+        wrap=_units(stages),
         accumulate_dtype=summed_dtype(plan),
         fill=_filler(plan),
     )

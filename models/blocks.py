@@ -5,57 +5,42 @@ Shapes: T tokens (T/tp under sequence parallelism), D hidden.
 
 from __future__ import annotations
 
-import math
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triaxis.models.activation import swiglu
-from triaxis.models.attention import Attention, SequenceContext
-from triaxis.models.config import ActivationKind, ModelConfig
-from triaxis.models.norm import Norm
+from triaxis.models.attention import SequenceContext
+from triaxis.models.config import ModelConfig
+from triaxis.models.kinds import ActivationKind, Dense, Layer
+from triaxis.models.norm import hidden_norm
+from triaxis.models.parts import build_part
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from triaxis.parallel.worlds.mesh import Mesh
 
-
-def gelu(input: Tensor) -> Tensor:
-    """GELU's tanh form, as in GPT-2."""
-    return F.gelu(input, approximate="tanh")
-
-
-_ACTIVATIONS = {
-    ActivationKind.SWIGLU: (("gate_proj", "up_proj"), swiglu),
-    ActivationKind.GELU: (("up_proj",), gelu),
-}
+_INPUTS = {ActivationKind.SWIGLU: ("gate_proj", "up_proj"), ActivationKind.GELU: ("up_proj",)}
 
 
 class MLP(nn.Module):
     """down(activation(fused gate and up)), its inner features cut over tp."""
 
-    def __init__(
-        self, config: ModelConfig, mesh: Mesh, name: str, *, sequence_parallel: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kind: Dense, model: ModelConfig, build: Build, name: str) -> None:
         super().__init__()
-        inputs, self.activation = _ACTIVATIONS[config.activation]
+        kernels = build.kernels
+        self.activation = {ActivationKind.SWIGLU: kernels.swiglu, ActivationKind.GELU: kernels.gelu}[
+            kind.activation
+        ]
         self.up = ColumnParallelLinear(
-            mesh,
-            [Part(f"{name}.{part}", config.ffn_size) for part in inputs],
-            config.hidden_size,
-            sequence_parallel=sequence_parallel,
-            bias=config.mlp_bias,
-            std=config.init_std,
-            dtype=dtype,
+            build,
+            [Part(f"{name}.{part}", kind.ffn_size) for part in _INPUTS[kind.activation]],
+            model.hidden_size,
+            bias=kind.bias,
+            std=model.init_std,
         )
         self.down = RowParallelLinear(
-            mesh,
+            build,
             f"{name}.down_proj",
-            config.ffn_size,
-            config.hidden_size,
-            sequence_parallel=sequence_parallel,
-            bias=config.mlp_bias,
-            std=config.init_std / math.sqrt(2 * config.layers),
-            dtype=dtype,
+            kind.ffn_size,
+            model.hidden_size,
+            bias=kind.bias,
+            std=model.output_std(),
         )
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
@@ -66,26 +51,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer; [T, D] → [T, D]."""
 
-    def __init__(
-        self, config: ModelConfig, mesh: Mesh, name: str, *, sequence_parallel: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, kind: Layer, model: ModelConfig, build: Build, name: str) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (
-            Norm(
-                mesh,
-                f"{name}.{norm}",
-                config.hidden_size,
-                kind=config.norm,
-                epsilon=config.norm_eps,
-                partial_gradient=sequence_parallel,
-                dtype=dtype,
-            )
-            for norm in ("input_layernorm", "post_attention_layernorm")
-        )
-        self.attention = Attention(
-            config, mesh, f"{name}.self_attn", sequence_parallel=sequence_parallel, dtype=dtype
-        )
-        self.mlp = MLP(config, mesh, f"{name}.mlp", sequence_parallel=sequence_parallel, dtype=dtype)
+        self.attention_norm = hidden_norm(model, build, f"{name}.input_layernorm")
+        self.mlp_norm = hidden_norm(model, build, f"{name}.post_attention_layernorm")
+        self.attention = build_part(kind.attention, model, build, f"{name}.self_attn")
+        self.mlp = build_part(kind.feed_forward, model, build, f"{name}.mlp")
 
     def forward(self, hidden_TD: Tensor, context: SequenceContext) -> Tensor:
         hidden_TD = hidden_TD + self.attention(self.attention_norm(hidden_TD), context)

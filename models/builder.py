@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from triaxis.models.attention import SequenceContext, packed_mask
+from triaxis.models.attention import SequenceContext
 from triaxis.models.batch import Batch
-from triaxis.models.blocks import Block
-from triaxis.models.config import ModelConfig, PositionKind
-from triaxis.models.norm import Norm
+from triaxis.models.config import ModelConfig
+from triaxis.models.norm import hidden_norm
+from triaxis.models.parts import build_part
+from triaxis.models.positions import Learned, Rope
 from triaxis.models.rotary import rotary_tables
+from triaxis.parallel.kernels.attention import packed_mask
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.places.layout import Init, declare, replicated
-from triaxis.parallel.worlds.group import Group
-from triaxis.parallel.worlds.mesh import Mesh
 
 EMBEDDING_NAME = "model.embed_tokens"
 HEAD_NAME = "lm_head"
@@ -29,23 +30,20 @@ HEAD_NAME = "lm_head"
 class LearnedPositions(nn.Module):
     """A vector for each position, replicated over tp and added to this rank's tokens."""
 
-    def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, sequence_parallel: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.group: Group = mesh.tp
-        self.sequence_parallel = sequence_parallel
+        self.group, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
         shape = (config.max_positions, config.hidden_size)
         layout = replicated(
             "model.embed_positions.weight",
             shape,
-            mesh.tp,
-            sequence_parallel=sequence_parallel,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
             decayed=True,
             init=Init.NORMAL,
             std=config.init_std,
         )
-        self.weight = declare(nn.Parameter(torch.empty(shape, dtype=dtype, device=mesh.world.device)), layout)
+        self.weight = declare(build.parameter(*shape), layout)
 
     def forward(self, positions_T: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -62,62 +60,44 @@ class Stage(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        mesh: Mesh,
+        build: Build,
         layers: range,
         *,
         first: bool,
         last: bool,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        recompute: bool,
     ) -> None:
         super().__init__()
-        self.config, self.hidden_size, self.recompute = config, config.hidden_size, recompute
-        self.tokens_per_part = mesh.tp.size if sequence_parallel else 1
+        self.config, self.hidden_size, self.recompute = config, config.hidden_size, build.recompute
+        self.tokens_per_part = build.mesh.tp.size if build.sequence_parallel else 1
         kept_apart = config.tied and not (first and last)
         self.embedding = self.positions = self.norm = self.head = None
         if first:
             self.embedding = VocabParallelEmbedding(
-                mesh,
+                build,
                 f"{EMBEDDING_NAME}.weight",
                 config.vocab_size,
                 config.hidden_size,
-                sequence_parallel=sequence_parallel,
                 tied=kept_apart,
                 std=config.init_std,
-                dtype=dtype,
             )
-            if config.positions is PositionKind.LEARNED:
-                self.positions = LearnedPositions(
-                    config, mesh, sequence_parallel=sequence_parallel, dtype=dtype
-                )
+            if isinstance(config.positions, Learned):
+                self.positions = LearnedPositions(config, build)
         self.blocks = nn.ModuleList(
-            Block(config, mesh, f"model.layers.{layer}", sequence_parallel=sequence_parallel, dtype=dtype)
-            for layer in layers
+            build_part(config.kind(layer), config, build, f"model.layers.{layer}") for layer in layers
         )
         if last:
-            self.norm = Norm(
-                mesh,
-                "model.norm",
-                config.hidden_size,
-                kind=config.norm,
-                epsilon=config.norm_eps,
-                partial_gradient=sequence_parallel,
-                dtype=dtype,
-            )
+            self.norm = hidden_norm(config, build, "model.norm")
             shared = self.embedding.weight if config.tied and self.embedding is not None else None
             self.head = VocabParallelHead(
-                mesh,
+                build,
                 f"{EMBEDDING_NAME if config.tied else HEAD_NAME}.weight",
                 config.vocab_size,
                 config.hidden_size,
-                sequence_parallel=sequence_parallel,
                 weight=shared,
                 tied=kept_apart,
                 std=config.init_std,
-                dtype=dtype,
             )
-        cos_PE, sin_PE = _tables(config, dtype, mesh.world.device)
+        cos_PE, sin_PE = _tables(config, build)
         self.register_buffer("cos_PE", cos_PE, persistent=False)
         self.register_buffer("sin_PE", sin_PE, persistent=False)
 
@@ -177,38 +157,25 @@ class Stage(nn.Module):
         )
 
 
-def _tables(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    if config.positions is not PositionKind.ROPE:
+def _tables(config: ModelConfig, build: Build) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if not isinstance(config.positions, Rope) or config.rotary_size() == 0:
         return None, None
     return rotary_tables(
-        config.max_positions, config.head_size, config.rope_theta, dtype=dtype, device=device
+        config.max_positions,
+        config.rotary_size(),
+        config.positions,
+        dtype=build.dtype,
+        device=build.mesh.world.device,
     )
 
 
 def build_model(
-    config: ModelConfig,
-    mesh: Mesh,
-    *,
-    layers: range | None = None,
-    first: bool = True,
-    last: bool = True,
-    sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.float32,
-    recompute: bool = False,
+    config: ModelConfig, build: Build, *, layers: range | None = None, first: bool = True, last: bool = True
 ) -> Stage:
-    """A stage with empty parameters: `layers` (all, if None), the embedding if first, norm and head if last.
-
-    recompute: keep only each block's input, and run the block again in backward
-    """
-    return Stage(
-        config,
-        mesh,
-        range(config.layers) if layers is None else layers,
-        first=first,
-        last=last,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        recompute=recompute,
-    )
+    """A stage with empty parameters: `layers` (all, if None), the embedding if first, norm and head if last."""
+    for cut in config.cuts():
+        if not cut.allows(build.mesh.tp.size):
+            raise ValueError(
+                f"`tp` must divide the {cut.blocks} {cut.what} of {config.name}, but is {build.mesh.tp.size}"
+            )
+    return Stage(config, build, range(config.layers) if layers is None else layers, first=first, last=last)

@@ -10,7 +10,9 @@ import json
 import tomllib
 from pathlib import Path
 
-from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind, config_from_fields
+from triaxis.models.config import ModelConfig, NormKind
+from triaxis.models.fields import PositionKind, config_from_fields, dense_model
+from triaxis.models.kinds import ActivationKind
 
 _SUFFIXES = (".toml", ".json")
 
@@ -27,7 +29,7 @@ def _llama(
     positions: int,
     theta: float,
 ) -> ModelConfig:
-    return ModelConfig(
+    return dense_model(
         name=name,
         vocab_size=vocab,
         hidden_size=hidden,
@@ -56,7 +58,7 @@ def _llama2(name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, f
 
 def _machine(name: str, *, hidden: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
     """Bytes and a separator for vocabulary; initial weights of 1/√hidden, which learn soon at such sizes."""
-    return ModelConfig(
+    return dense_model(
         name=name,
         vocab_size=257,
         hidden_size=hidden,
@@ -86,7 +88,7 @@ def _llama3(name: str, *, hidden: int, layers: int, heads: int, ffn: int) -> Mod
 def _qwen2(
     name: str, *, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool
 ) -> ModelConfig:
-    return ModelConfig(
+    return dense_model(
         name=name,
         vocab_size=vocab,
         hidden_size=hidden,
@@ -105,7 +107,7 @@ def _qwen2(
 _MODELS = (
     _machine("tiny", hidden=96, heads=4, kv_heads=2, ffn=256),
     _machine("small", hidden=256, heads=8, kv_heads=4, ffn=704),
-    ModelConfig(
+    dense_model(
         name="gpt2-124m",
         vocab_size=50257,
         hidden_size=768,
@@ -128,7 +130,7 @@ _MODELS = (
     _llama3("llama3-8b", hidden=4096, layers=32, heads=32, ffn=14336),
     _llama3("llama3-70b", hidden=8192, layers=80, heads=64, ffn=28672),
     _llama3("llama3-405b", hidden=16384, layers=126, heads=128, ffn=53248),
-    ModelConfig(  # DeepSeek-V3's size, depth and vocabulary with every parameter dense; nobody published it
+    dense_model(  # DeepSeek-V3's size, depth and vocabulary with every parameter dense; nobody published it
         name="dense-671b",
         vocab_size=129280,
         hidden_size=28672,
@@ -142,7 +144,7 @@ _MODELS = (
     _qwen2("qwen2.5-1.5b", hidden=1536, layers=28, heads=12, kv_heads=2, ffn=8960, vocab=151936, tied=True),
     _qwen2("qwen2.5-7b", hidden=3584, layers=28, heads=28, kv_heads=4, ffn=18944, vocab=152064, tied=False),
     _qwen2("qwen2.5-72b", hidden=8192, layers=80, heads=64, kv_heads=8, ffn=29568, vocab=152064, tied=False),
-    ModelConfig(
+    dense_model(
         name="qwen3-8b",
         vocab_size=151936,
         hidden_size=4096,

@@ -17,6 +17,7 @@ from triaxis.engine.plan import Recompute, StepPlan, UpdateRule
 from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import dense_model
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
@@ -26,7 +27,7 @@ from triaxis.parallel.worlds.thread import run_threads
 LENGTH = 16
 LEARNING_RATE = 1e-3
 
-MODEL = ModelConfig(
+MODEL = dense_model(
     name="agreement",
     vocab_size=67,  # a prime
     hidden_size=32,

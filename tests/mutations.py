@@ -11,6 +11,7 @@ import torch
 
 from tests.agreement import MODEL, RULES
 from triaxis.engine.plan import Recompute, StepPlan
+from triaxis.models.fields import fields_of, with_fields
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.lockstep import ALONE
 from triaxis.parallel.programs.program import Cluster, Communicate, Event, Program, Segment, Step, Wait
@@ -36,8 +37,9 @@ class Case:
             + ["tied"] * model.tied
             + ["documents"] * self.documents
         )
-        parts += ["biases"] * model.attention_bias + ["qk_norm"] * model.qk_norm
-        return " ".join([*parts, f"layers{model.layers} kv{model.kv_heads} vocab{model.vocab_size}"])
+        fields = fields_of(model)
+        parts += ["biases"] * fields.attention_bias + ["qk_norm"] * fields.qk_norm
+        return " ".join([*parts, f"layers{model.layers} kv{fields.kv_heads} vocab{model.vocab_size}"])
 
 
 def draw_case(draw: random.Random, *, ranks: int = 8, microbatches: int = 5) -> Case:
@@ -52,7 +54,7 @@ def draw_case(draw: random.Random, *, ranks: int = 8, microbatches: int = 5) -> 
     tp, pp, dp = draw.choice(shapes)
     schedule = draw.choice(["gpipe", "1f1b", "interleaved"] if pp > 1 else ["gpipe", "1f1b"])
     virtual_stages = 2 if schedule == "interleaved" else 1
-    model = replace(
+    model = with_fields(
         MODEL,
         name="drawn",
         vocab_size=draw.choice([61, 64, 67]),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from triaxis.engine.checkpoint.folder import FOLDER, complete_checkpoints
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_manifest
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
+from triaxis.models.fields import model_facts
 from triaxis.parallel.places.legal_values import divisors, listed, nearest
 
 KEPT_FLAGS = ("seed", "seq", "pack", "tokenizer", "on_bad_sample", "optimizer", "dtype")
@@ -92,7 +93,7 @@ def _newest_readable(own: list[Path]) -> tuple[RunState | None, Path | None]:
 
 def facts_of(config: RunConfig, resolved: ResolvedRun) -> dict[str, object]:
     """What a resumed run must have in common with the saved one, by flag; JSON."""
-    model = {name: value for name, value in asdict(resolved.model).items() if name != "name"}
+    model = model_facts(resolved.model)
     data = resolved.data if resolved.data == "stdlib" else str(Path(resolved.data).resolve())
     kept = {name: getattr(config, name) for name in KEPT_FLAGS}
     facts = {"model": model, "data": data, **kept, "accumulate_dtype": resolved.accumulate_dtype}

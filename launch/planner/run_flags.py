@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from triaxis.launch.planner.layout import Recompute
 from triaxis.launch.planner.search import Candidate, Request
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import DenseFields, fields_of
 
 
 def run_flags(request: Request, candidate: Candidate, tokens: float | None = None) -> tuple[str, ...]:
@@ -34,8 +35,12 @@ def run_flags(request: Request, candidate: Candidate, tokens: float | None = Non
 def model_toml(model: ModelConfig) -> str:
     """The model's fields, those that are not the default, as TOML."""
     lines = []
-    for field in fields(ModelConfig):
-        value = getattr(model, field.name)
-        if field.default is MISSING or value != field.default:
+    flat = fields_of(model)
+    for field in fields(DenseFields):
+        value = getattr(flat, field.name)
+        if isinstance(value, dict):
+            pairs = ", ".join(f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None)
+            lines.append(f"{field.name} = {{ {pairs} }}")
+        elif field.default is MISSING or value != field.default:
             lines.append(f"{field.name} = {json.dumps(value)}")
     return "\n".join(lines) + "\n"

@@ -196,7 +196,7 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 def topologies(request: Request) -> Iterator[tuple[int, int, int]]:
     """Every (dp, tp, pp) that the engine would start, by its own rules."""
     for tp in divisors(request.gpus):
-        if tp > request.model.heads:
+        if any(tp > (cut.serving or cut.blocks) for cut in request.model.cuts()):
             break
         for pp in divisors(request.gpus // tp):
             if pp <= request.model.layers and not faults(request, tp=tp, pp=pp):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind
+from triaxis.models.config import ModelConfig, NormKind
+from triaxis.models.kinds import ActivationKind, Dense, GroupedAttention, Layer
+from triaxis.models.positions import Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,20 +142,29 @@ class Shape:
 
 def shape_of(model: ModelConfig) -> Shape:
     """The planner's view of a model of this engine."""
+    layer = model.kind(0)
+    if not (
+        isinstance(layer, Layer)
+        and isinstance(attention := layer.attention, GroupedAttention)
+        and isinstance(feed_forward := layer.feed_forward, Dense)
+    ):
+        raise ValueError(
+            f"a model that is planned must have grouped attention and dense MLPs; {model.name} has not"
+        )
     return Shape(
         layers=model.layers,
         hidden=model.hidden_size,
-        ffn=model.ffn_size,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_size=model.head_size,
+        ffn=feed_forward.ffn_size,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_size=attention.head_size,
         vocab=model.vocab_size,
-        gated=model.activation == ActivationKind.SWIGLU,
+        gated=feed_forward.activation is ActivationKind.SWIGLU,
         tied=model.tied,
         bound_rows=model.position_parameters() // model.hidden_size,
         rms=model.norm == NormKind.RMSNORM,
-        rotary=model.positions == PositionKind.ROPE,
-        biased=model.output_bias or model.mlp_bias,
+        rotary=isinstance(model.positions, Rope),
+        biased=attention.output_bias or feed_forward.bias,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Final
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.search import EQUAL, Candidate, Request, candidates, search, simplicity
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import dense_model
 from triaxis.models.presets import load_config
 
 LAYER_PARAMETERS: Final = 1 << 28
@@ -26,7 +27,7 @@ STAGE_LAYERS: Final = 50
 DENSE_671B: Final = load_config("dense-671b")
 """DeepSeek-V3's size, depth and vocabulary with every parameter dense: what this engine can train of that size."""
 
-QWEN_1_8B: Final = ModelConfig(
+QWEN_1_8B: Final = dense_model(
     name="qwen1.5-1.8b",
     vocab_size=151936,
     hidden_size=2048,

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction, start_gather
 from triaxis.parallel.layers.gradient import weight_gradient
 from triaxis.parallel.places.layout import Init, ParameterLayout, declare, replicated
@@ -122,23 +122,21 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
-        mesh: Mesh,
+        build: Build,
         parts: Sequence[Part],
         in_features: int,
         *,
-        sequence_parallel: bool = False,
         bias: bool = False,
         std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = mesh.tp, sequence_parallel
+        mesh = build.mesh
+        self.group, self.sequence_parallel = mesh.tp, build.sequence_parallel
         cuts = [_cut(part, mesh.tp) for part in parts]
         self.local_rows = [cut.rows for cut in cuts]
         size = sum(self.local_rows)
-        device = mesh.world.device
-        self.weight = nn.Parameter(torch.empty(size, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if bias else None
+        self.weight = build.parameter(size, in_features)
+        self.bias = build.parameter(size) if bias else None
         pieces = list(zip(parts, cuts, strict=True))
         declare(
             self.weight,
@@ -180,23 +178,21 @@ class RowParallelLinear(nn.Module):
 
     def __init__(
         self,
-        mesh: Mesh,
+        build: Build,
         name: str,
         in_features: int,
         out_features: int,
         *,
-        sequence_parallel: bool = False,
         bias: bool = False,
         std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = mesh.tp, sequence_parallel
+        mesh = build.mesh
+        self.group, self.sequence_parallel = mesh.tp, build.sequence_parallel
         if in_features % mesh.tp.size:
             raise ValueError(f"`tp` must divide the {in_features} inputs of {name}, but is {mesh.tp.size}")
         size = in_features // mesh.tp.size
-        device = mesh.world.device
-        self.weight = nn.Parameter(torch.empty(out_features, size, dtype=dtype, device=device))
+        self.weight = build.parameter(out_features, size)
         declare(
             self.weight,
             ParameterLayout(
@@ -209,10 +205,14 @@ class RowParallelLinear(nn.Module):
                 std=std,
             ),
         )
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.bias = build.parameter(out_features) if bias else None
         if self.bias is not None:
             layout = replicated(
-                f"{name}.bias", (out_features,), mesh.tp, sequence_parallel=sequence_parallel, init=Init.ZEROS
+                f"{name}.bias",
+                (out_features,),
+                mesh.tp,
+                sequence_parallel=build.sequence_parallel,
+                init=Init.ZEROS,
             )
             declare(self.bias, layout)
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction
 from triaxis.parallel.layers.gradient import rows_gradient, weight_gradient
 from triaxis.parallel.places.layout import ParameterLayout, declare
 from triaxis.parallel.worlds.group import Group
-from triaxis.parallel.worlds.mesh import Mesh
 
 IGNORED_LABEL = -100
 CHUNK_LOGITS, CHUNK_TOKENS = 1 << 22, 512
@@ -26,15 +26,16 @@ KEPT_LOGITS = 1 << 18
 
 
 def vocabulary_parameter(
-    mesh: Mesh, name: str, vocab_size: int, hidden_size: int, *, tied: bool, std: float, dtype: torch.dtype
+    build: Build, name: str, vocab_size: int, hidden_size: int, *, tied: bool, std: float
 ) -> nn.Parameter:
     """A [V, D] weight: ceil(vocab_size / tp) rows a rank, those past the vocabulary being padding.
 
     `tied`: the first and the last stage both hold it; its gradient is summed over them and the first counts it.
     """
+    mesh = build.mesh
     rows = -(-vocab_size // mesh.tp.size)
     start = min(mesh.tp.rank * rows, vocab_size)
-    weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=mesh.world.device))
+    weight = build.parameter(rows, hidden_size)
     layout = ParameterLayout(
         name=name,
         shape=(vocab_size, hidden_size),
@@ -85,21 +86,17 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(
         self,
-        mesh: Mesh,
+        build: Build,
         name: str,
         vocab_size: int,
         hidden_size: int,
         *,
-        sequence_parallel: bool = False,
         tied: bool = False,
         std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = mesh.tp, sequence_parallel
-        self.weight = vocabulary_parameter(
-            mesh, name, vocab_size, hidden_size, tied=tied, std=std, dtype=dtype
-        )
+        self.group, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
+        self.weight = vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
         layout = self.weight.layouts[0]  # type: ignore[attr-defined]
         self.start, self.valid = layout.start, layout.stop - layout.start
 
@@ -204,25 +201,23 @@ class VocabParallelHead(nn.Module):
 
     def __init__(
         self,
-        mesh: Mesh,
+        build: Build,
         name: str,
         vocab_size: int,
         hidden_size: int,
         *,
-        sequence_parallel: bool = False,
         weight: nn.Parameter | None = None,
         tied: bool = False,
         std: float = 0.02,
-        dtype: torch.dtype = torch.float32,
         chunk_logits: int | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = mesh.tp, sequence_parallel
+        self.group, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
         self.vocab_size = vocab_size
         self.weight = (
             weight
             if weight is not None
-            else vocabulary_parameter(mesh, name, vocab_size, hidden_size, tied=tied, std=std, dtype=dtype)
+            else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
         )
         layout = self.weight.layouts[0]  # type: ignore[attr-defined]
         self.start, self.valid = layout.start, layout.stop - layout.start

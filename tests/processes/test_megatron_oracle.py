@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.forked import run_processes
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.places.topology import Topology
@@ -70,7 +71,7 @@ def column(mesh: Mesh, bias: bool) -> Pair:
     weight = cut(seeded(OUTPUTS, INPUTS, seed=1), 0, mesh.tp_rank)
     shift = cut(seeded(OUTPUTS, seed=2), 0, mesh.tp_rank) if bias else None
     inputs = [seeded(TOKENS, INPUTS, seed=3).requires_grad_() for _ in range(2)]
-    ours = ColumnParallelLinear(mesh, [Part("w", OUTPUTS)], INPUTS, bias=bias)
+    ours = ColumnParallelLinear(Build.on(mesh), [Part("w", OUTPUTS)], INPUTS, bias=bias)
     theirs = Theirs(
         INPUTS, OUTPUTS, config=megatron_config(), init_method=nn.init.zeros_, bias=bias, gather_output=False
     )
@@ -85,7 +86,7 @@ def row(mesh: Mesh, bias: bool) -> Pair:
     weight = cut(seeded(OUTPUTS, INPUTS, seed=1), 1, mesh.tp_rank)
     shift = seeded(OUTPUTS, seed=2) if bias else None
     inputs = [cut(seeded(TOKENS, INPUTS, seed=3), 1, mesh.tp_rank).requires_grad_() for _ in range(2)]
-    ours = RowParallelLinear(mesh, "w", INPUTS, OUTPUTS, bias=bias)
+    ours = RowParallelLinear(Build.on(mesh), "w", INPUTS, OUTPUTS, bias=bias)
     theirs = Theirs(
         INPUTS,
         OUTPUTS,
@@ -105,7 +106,7 @@ def embedding(mesh: Mesh) -> Pair:
 
     weight = cut(seeded(VOCABULARY, INPUTS, seed=1), 0, mesh.tp_rank)
     ids_T = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(4))
-    ours = VocabParallelEmbedding(mesh, "w", VOCABULARY, INPUTS)
+    ours = VocabParallelEmbedding(Build.on(mesh), "w", VOCABULARY, INPUTS)
     theirs = Theirs(VOCABULARY, INPUTS, init_method=nn.init.zeros_, config=megatron_config())
     for module in (ours, theirs):
         set_weights(module, weight)
@@ -120,7 +121,7 @@ def cross_entropy(mesh: Mesh) -> Pair:
     weight = cut(seeded(VOCABULARY, INPUTS, seed=1), 0, mesh.tp_rank)
     labels_T = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(5))
     inputs = [seeded(TOKENS, INPUTS, seed=3).requires_grad_() for _ in range(2)]
-    ours = VocabParallelHead(mesh, "w", VOCABULARY, INPUTS)
+    ours = VocabParallelHead(Build.on(mesh), "w", VOCABULARY, INPUTS)
     theirs = Theirs(
         INPUTS,
         VOCABULARY,

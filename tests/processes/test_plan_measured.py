@@ -36,6 +36,7 @@ from triaxis.launch.planner.memory import stage_memory
 from triaxis.launch.planner.shapes import shape_of
 from triaxis.models.batch import Batch
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import dense_model, with_fields
 from triaxis.models.presets import load_config
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -153,7 +154,7 @@ def test_predicted_steps_rank_like_the_measured_ones(tmp_path: Path) -> None:
 
 # Memory. Model states take several times what a process takes without a model.
 
-LARGE = ModelConfig(
+LARGE = dense_model(
     name="44M",
     vocab_size=16384,
     hidden_size=512,
@@ -268,7 +269,7 @@ def compare_peaks(name: str, measured: Sequence[float], predicted: Sequence[floa
 
 
 SMALLER = replace(LARGE, name="15M", vocab_size=8192, layers=2)
-NEXT_TO_NOTHING = replace(LARGE, name="nothing", vocab_size=256, hidden_size=16, ffn_size=24, layers=2)
+NEXT_TO_NOTHING = with_fields(LARGE, name="nothing", vocab_size=256, hidden_size=16, ffn_size=24, layers=2)
 SAMPLE = [  # most of whose tensors take 1 MiB: smaller ones stay in the heap, 20 to 30 MB of them
     {"dp": 2, "zero": 1, "per_device_train_batch_size": 4, "global_batch": 8},
     {"tp": 2, "per_device_train_batch_size": 4, "global_batch": 4},

@@ -16,6 +16,7 @@ from triaxis.engine.config import ConfigError, RunConfig, learning_rate_at, warm
 from triaxis.engine.rules import resolve
 from triaxis.launch.environment import overlap_warnings, read_launch
 from triaxis.launch.flags import GROUPS, parse_flags
+from triaxis.models.fields import with_fields
 from triaxis.models.presets import PRESETS
 from triaxis.parallel.pipeline.schedule import ScheduleName
 
@@ -118,7 +119,7 @@ def test_stages_are_refused_exactly_where_there_are_too_few_layers() -> None:  #
 
 
 def test_few_kv_heads_are_shared_by_more_tensor_ranks() -> None:
-    model = dataclasses.replace(PRESETS["tiny"], heads=12, kv_heads=6, hidden_size=192, ffn_size=192)
+    model = with_fields(PRESETS["tiny"], heads=12, kv_heads=6, hidden_size=192, ffn_size=192)
     assert resolve(RunConfig(tp=12), 12, model).topology.tp == 12
     with pytest.raises(ConfigError, match=r"6 key/value heads .* but is 4; nearest that work: 3 or 6"):
         resolve(RunConfig(tp=4), 4, model)

@@ -41,6 +41,7 @@ from triaxis.launch.planner.table import (
 )
 from triaxis.launch.published.recommended import nearest, recommendations
 from triaxis.launch.published.score import SHIPPED
+from triaxis.models.fields import fields_of
 from triaxis.models.presets import load_config
 
 TABLE = {"7B": (8, 8, 1, 1), "13B": (16, 8, 2, 1), "70B": (64, 8, 4, 2), "671B": (256, 16, 8, 2)}
@@ -103,8 +104,9 @@ def test_the_table_has_its_four_topologies_and_each_fits(table: dict[str, dict[s
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 def test_the_table_follows_from_the_rule(size: Any) -> None:
     model, hardware = size.model, load_hardware("h100-80g")
-    layer = 2 * model.hidden_size * (model.heads + model.kv_heads) * model.head_size
-    layer += 3 * model.hidden_size * model.ffn_size
+    fields = fields_of(model)
+    layer = 2 * model.hidden_size * (fields.heads + fields.kv_heads) * model.rotary_size()
+    layer += 3 * model.hidden_size * fields.ffn_size
     tp = next(width for width in (1, 2, 4, 8) if layer / width <= LAYER_PARAMETERS or width == 8)
     pp = next(stages for stages in (1, 2, 4, 8) if model.layers / stages <= STAGE_LAYERS)
     assert topology_by_rule(model, size.gpus, hardware) == (size.gpus // tp // pp, tp, pp)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind
+from triaxis.models.config import NormKind
+from triaxis.models.fields import PositionKind, dense_model, fields_of, with_fields
+from triaxis.models.kinds import ActivationKind
+from triaxis.models.positions import LinearScaling, Rope
 from triaxis.models.presets import PRESETS, load_config
 
 PUBLISHED_PARAMETERS = {
@@ -44,13 +47,14 @@ def test_parameters_are_those_transformers_makes(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     config = PRESETS[name]
+    fields = fields_of(config)
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
+        "intermediate_size": fields.ffn_size,
         "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        "num_attention_heads": fields.heads,
+        "num_key_value_heads": fields.kv_heads,
         "tie_word_embeddings": config.tied,
     }
     family = name.partition("-")[0]
@@ -60,7 +64,9 @@ def test_parameters_are_those_transformers_makes(name: str) -> None:
         elif family == "qwen2.5":
             model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
         elif family == "qwen3":
-            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=config.head_dim))
+            model = transformers.Qwen3ForCausalLM(
+                transformers.Qwen3Config(**sizes, head_dim=config.rotary_size())
+            )
         else:
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     assert config.parameters() == sum(parameter.numel() for parameter in model.parameters())
@@ -80,16 +86,21 @@ def test_unknown_preset_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("suffix", [".json", ".toml"])
 def test_config_from_a_file(tmp_path: Path, suffix: str) -> None:
-    config = dataclasses.replace(PRESETS["gpt2-124m"], name="mine", head_dim=64)
-    fields = {key: value for key, value in dataclasses.asdict(config).items() if key != "name"}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items()]
+    config = dataclasses.replace(PRESETS["gpt2-124m"], name="mine")
+    fields = {key: value for key, value in dataclasses.asdict(fields_of(config)).items() if key != "name"}
+    fields = {**fields, "head_dim": 64, "rope_scaling": {"rope_type": "linear", "factor": 2}}
+    fields |= {"positions": "rope"}
+    scaling = 'rope_scaling = { rope_type = "linear", factor = 2 }'
+    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items() if key != "rope_scaling"] + [
+        scaling
+    ]
     path = tmp_path / f"mine{suffix}"
     path.write_text(json.dumps(fields) if suffix == ".json" else "\n".join(lines))
     loaded = load_config(str(path))
-    assert loaded == config
+    assert loaded == dataclasses.replace(config, positions=Rope(scaling=LinearScaling(factor=2)))
     assert isinstance(loaded.norm, NormKind)
-    assert isinstance(loaded.positions, PositionKind)
-    assert isinstance(loaded.activation, ActivationKind)
+    assert isinstance(fields_of(loaded).activation, ActivationKind)
+    assert with_fields(loaded, rope_scaling=None, positions=PositionKind.LEARNED) == config
 
 
 SIZES: dict[str, object] = {
@@ -144,5 +155,5 @@ def test_integers_are_taken_for_floats(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps({**SIZES, "rope_theta": 10000}))
     config = load_config(str(path))
-    assert config == ModelConfig(name="model", **SIZES)  # type: ignore[arg-type]
-    assert isinstance(config.rope_theta, float)
+    assert config == dense_model(name="model", **SIZES)
+    assert isinstance(fields_of(config).rope_theta, float)

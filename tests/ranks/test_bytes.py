@@ -10,13 +10,14 @@ from tests.agreement import LENGTH, MODEL, TIED, sequences
 from triaxis.engine.plan import StepPlan
 from triaxis.engine.step import DTYPES, TrainingStep
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import with_fields
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.bucket import ALIGNMENT_ELEMENTS
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 
-SMALL = replace(MODEL, layers=2, kv_heads=8, vocab_size=67)
+SMALL = with_fields(MODEL, layers=2, kv_heads=8, vocab_size=67)
 TOKENS_BYTES, SUMS_BYTES = 8, 16  # the control messages: trained tokens; loss and squared norm
 
 
@@ -152,8 +153,8 @@ def test_sequence_parallel_bytes(tp: int, microbatches: int) -> None:
 
 
 def test_replicated_key_value_heads_are_summed_once_a_step_among_their_holders() -> None:
-    model = replace(SMALL, kv_heads=2)
-    weights = 2 * (model.hidden_size // model.heads) * model.hidden_size  # one key and one value head
+    model = with_fields(SMALL, kv_heads=2)
+    weights = 2 * (model.rotary_size()) * model.hidden_size  # one key and one value head
     for microbatches in (1, 3):
         for sent in traffic(Topology(tp=4), model, microbatches=microbatches):
             assert sent.groups.pop("tp/2") == reduced(model.layers * weights * 4, 2)

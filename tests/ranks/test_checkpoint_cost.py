@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,12 +13,13 @@ from tests.checkpointing import state_at
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.plan import StepPlan
 from triaxis.engine.step import TrainingStep
+from triaxis.models.fields import with_fields
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 
-LARGER = replace(MODEL, vocab_size=12_000, hidden_size=256, ffn_size=1024, layers=8, max_positions=LENGTH)
+LARGER = with_fields(MODEL, vocab_size=12_000, hidden_size=256, ffn_size=1024, layers=8, max_positions=LENGTH)
 BUCKET_ELEMENTS = 4_000_000
 
 

@@ -19,6 +19,7 @@ from tests.runs import prepare, run
 from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.engine.run.metrics import MetricsWriter, StepRow
 from triaxis.engine.step import TrainingStep
+from triaxis.models.fields import fields_of, with_fields
 from triaxis.parallel.places.layout import declare_replicated
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.zero import ZeroDataParallel
@@ -27,7 +28,7 @@ from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 from triaxis.parallel.worlds.trace import TraceWorld
 
-LARGER = replace(MODEL, hidden_size=64, ffn_size=192, layers=2, max_positions=LENGTH)
+LARGER = with_fields(MODEL, hidden_size=64, ffn_size=192, layers=2, max_positions=LENGTH)
 TOLERANCE = 0.03
 
 # Bytes for each parameter that every rank holds, and that the ranks share.
@@ -178,7 +179,7 @@ def test_the_peak_of_a_step_is_that_of_any_accumulation(recompute: Recompute) ->
         return run_threads(1, main)[0]
 
     few = peak(2)
-    assert few > 4 * LENGTH * LARGER.ffn_size * LARGER.layers
+    assert few > 4 * LENGTH * fields_of(LARGER).ffn_size * LARGER.layers
     assert peak(32) <= 1.01 * few
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triaxis.models.activation import swiglu
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.models.builder import Stage, build_model
-from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind
-from triaxis.models.norm import rms_norm
-from triaxis.models.rotary import rotary_tables, rotate_
+from triaxis.models.config import ModelConfig, NormKind
+from triaxis.models.fields import PositionKind, dense_model, fields_of, with_fields
+from triaxis.models.kinds import ActivationKind
+from triaxis.models.positions import Rope
+from triaxis.models.rotary import rotary_tables
+from triaxis.parallel.kernels.activation import plain_swiglu, swiglu, swiglu_keeping_sigmoid
+from triaxis.parallel.kernels.norm import fused_rms_norm, rms_norm
+from triaxis.parallel.kernels.rotary import rotate_
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.places.layout import named_layouts
 from triaxis.parallel.places.topology import Topology, resolve_topology
 from triaxis.parallel.replicas.initialize import initialize
@@ -24,7 +29,7 @@ from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 
-LLAMA = ModelConfig(
+LLAMA = dense_model(
     name="llama",
     vocab_size=67,
     hidden_size=32,
@@ -37,9 +42,9 @@ LLAMA = ModelConfig(
 )
 MODELS = {
     "llama": LLAMA,
-    "qwen2": dataclasses.replace(LLAMA, name="qwen2", attention_bias=True, tied=True, norm_eps=1e-6),
-    "qwen3": dataclasses.replace(LLAMA, name="qwen3", qk_norm=True, head_dim=12, norm_eps=1e-6),
-    "gpt2": dataclasses.replace(
+    "qwen2": with_fields(LLAMA, name="qwen2", attention_bias=True, tied=True, norm_eps=1e-6),
+    "qwen3": with_fields(LLAMA, name="qwen3", qk_norm=True, head_dim=12, norm_eps=1e-6),
+    "gpt2": with_fields(
         LLAMA,
         name="gpt2",
         kv_heads=4,
@@ -59,10 +64,15 @@ def on_one_rank(config: ModelConfig, *, recompute: bool = False, dtype: torch.dt
 
 
 def make_stage(
-    world: World, config: ModelConfig, *, dtype: torch.dtype = torch.float64, **choices: Any
+    world: World,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float64,
+    part: Mapping[str, Any] | None = None,
+    **choices: Any,
 ) -> Stage:
     topology = resolve_topology(world_size=world.size, tp=world.size, pp=1, dp=1)
-    stage = build_model(config, build_mesh(world, topology), dtype=dtype, **choices)
+    stage = build_model(config, Build.on(build_mesh(world, topology), dtype=dtype, **choices), **(part or {}))
     initialize(stage, seed=7)
     return stage
 
@@ -138,14 +148,17 @@ class ExactRotary(nn.Module):
         self.config = config
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        size = self.config.head_size
-        frequencies = self.config.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        size = self.config.rotary_size()
+        frequencies = fields_of(self.config).rope_theta ** (
+            -torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
         angles = position_ids[..., None].to(torch.float64) * torch.cat((frequencies, frequencies))
         return angles.cos(), angles.sin()
 
 
 def make_oracle(config: ModelConfig) -> nn.Module:
     transformers = pytest.importorskip("transformers")
+    fields = fields_of(config)
     sizes = {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
@@ -157,8 +170,8 @@ def make_oracle(config: ModelConfig) -> nn.Module:
                 **sizes,
                 n_embd=config.hidden_size,
                 n_layer=config.layers,
-                n_head=config.heads,
-                n_inner=config.ffn_size,
+                n_head=fields.heads,
+                n_inner=fields.ffn_size,
                 n_positions=config.max_positions,
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
@@ -171,11 +184,11 @@ def make_oracle(config: ModelConfig) -> nn.Module:
         getattr(transformers, f"{family}Config")(
             **sizes,
             hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_size,
+            intermediate_size=fields.ffn_size,
             num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_size,
+            num_attention_heads=fields.heads,
+            num_key_value_heads=fields.kv_heads,
+            head_dim=config.rotary_size(),
             rms_norm_eps=config.norm_eps,
             max_position_embeddings=config.max_positions,
         )
@@ -319,8 +332,8 @@ def test_stages_make_the_model(name: str) -> None:
     expected = run_step(on_one_rank(config), batch)
 
     def chain(world: World) -> Tensor:
-        first = make_stage(world, config, layers=range(1), last=False)
-        last = make_stage(world, config, layers=range(1, 2), first=False)
+        first = make_stage(world, config, part={"layers": range(1), "last": False})
+        last = make_stage(world, config, part={"layers": range(1, 2), "first": False})
         scale = torch.tensor(1 / batch.trained_tokens(), dtype=torch.float64)
         return last(first(None, batch, scale), batch, scale)  # type: ignore[no-any-return]
 
@@ -364,7 +377,7 @@ def test_messages() -> None:
 def test_rms_norm_equals_its_twin(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
     ours = [x.requires_grad_() for x in (torch.randn(shape, dtype=dtype), torch.randn(16, dtype=dtype))]
     twin = [x.detach().double().requires_grad_() for x in ours]
-    output, expected = rms_norm(ours[0], ours[1], 1e-5), F.rms_norm(twin[0], (16,), twin[1], 1e-5)
+    output, expected = rms_norm(ours[0], ours[1], 1e-5), fused_rms_norm(twin[0], twin[1], 1e-5)
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     output.sum().backward()
@@ -377,11 +390,13 @@ def test_rms_norm_equals_its_twin(shape: tuple[int, ...], dtype: torch.dtype, to
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
 )
-def test_swiglu_equals_its_twin(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("kernel", [swiglu, swiglu_keeping_sigmoid])
+def test_swiglu_equals_its_twin(
+    kernel: Callable[[Tensor], Tensor], dtype: torch.dtype, tolerance: float
+) -> None:
     ours = (3 * torch.randn(6, 16, dtype=dtype)).requires_grad_()
     twin = ours.detach().double().requires_grad_()
-    gate, up = twin.chunk(2, dim=-1)
-    output, expected = swiglu(ours), F.silu(gate) * up
+    output, expected = kernel(ours), plain_swiglu(twin)
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     output.sum().backward()
     expected.sum().backward()
@@ -390,10 +405,10 @@ def test_swiglu_equals_its_twin(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_rotary_turns_back() -> None:
-    cos_PE, sin_PE = rotary_tables(8, 6, 100.0, dtype=torch.float64, device=torch.device("cpu"))
+    cos_PE, sin_PE = rotary_tables(8, 6, Rope(theta=100.0), dtype=torch.float64, device=torch.device("cpu"))
     tables = (cos_PE[:, None], sin_PE[:, None])
     fused = torch.randn(8, 18, dtype=torch.float64, requires_grad=True)
-    turned = rotate_(fused.clone(), *tables, 2)
+    turned = rotate_(fused.clone(), *tables, 2, 6)
     halves = fused.detach()[:, :12].view(8, 2, 2, 3)
     complex_heads = torch.complex(halves[:, :, 0], halves[:, :, 1]) * torch.complex(*tables)
     expected = torch.stack((complex_heads.real, complex_heads.imag), dim=2).reshape(8, 12)
@@ -413,7 +428,7 @@ def test_kept_and_recomputed_logits_agree(monkeypatch: pytest.MonkeyPatch) -> No
         def main(world: World) -> list[torch.Tensor]:
             mesh = build_mesh(world, Topology(tp=2))
             head = vocabulary.VocabParallelHead(
-                mesh, "head.weight", 13, 4, std=0.5, dtype=torch.float64, chunk_logits=chunk
+                Build.on(mesh, dtype=torch.float64), "head.weight", 13, 4, std=0.5, chunk_logits=chunk
             )
             initialize(head, 0)
             generator = torch.Generator().manual_seed(0)

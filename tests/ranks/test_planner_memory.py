@@ -15,9 +15,11 @@ from triaxis.launch.planner.memory import layer_activations, layers_in_flight, m
 from triaxis.launch.planner.memory_tables import ENGINES
 from triaxis.launch.planner.shapes import Shape, shape_of
 from triaxis.models.attention import SequenceContext
-from triaxis.models.blocks import Block
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import dense_model
+from triaxis.models.parts import build_part
 from triaxis.models.presets import load_config
+from triaxis.parallel.layers.build import Build
 from triaxis.parallel.pipeline.schedule import Kind, make_schedule
 from triaxis.parallel.places.partition import partition_layers
 from triaxis.parallel.places.topology import Topology
@@ -26,7 +28,7 @@ from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 
 GIB = 2**30
-MODEL = ModelConfig(
+MODEL = dense_model(
     name="memory",
     vocab_size=512,
     hidden_size=256,
@@ -51,7 +53,12 @@ def kept_by_block(model: ModelConfig, tp: int, sequence_parallel: bool) -> int:
 
     def main(world: World) -> int:
         mesh = build_mesh(world, Topology(tp=tp))
-        block = Block(model, mesh, "layer", sequence_parallel=sequence_parallel, dtype=torch.bfloat16)
+        block = build_part(
+            model.kind(0),
+            model,
+            Build.on(mesh, dtype=torch.bfloat16, sequence_parallel=sequence_parallel),
+            "layer",
+        )
         for parameter in block.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}

@@ -24,7 +24,9 @@ from triaxis.launch.planner.memory import memory
 from triaxis.launch.planner.shapes import shape_of
 from triaxis.launch.simulator.memory import memory_use
 from triaxis.launch.simulator.timeline import Prices, simulate
-from triaxis.models.config import ActivationKind, ModelConfig, NormKind, PositionKind
+from triaxis.models.config import ModelConfig, NormKind
+from triaxis.models.fields import PositionKind, dense_model
+from triaxis.models.kinds import ActivationKind
 from triaxis.models.presets import load_config
 from triaxis.parallel.layers.vocabulary import CHUNK_LOGITS, CHUNK_TOKENS
 from triaxis.parallel.pipeline.schedule import Action, Compute, Kind, Receive, lower, make_schedule
@@ -33,7 +35,7 @@ from triaxis.parallel.replicas.zero import DEFAULT_BUCKET_ELEMENTS
 
 COUNT, BATCH = 100 if os.environ.get("TRIAXIS_FULL") else 20, 10
 MEMORY_TOLERANCE, TIME_TOLERANCE, MEAN_TOLERANCE = 0.03, 0.05, 0.005
-LLAMA = ModelConfig(
+LLAMA = dense_model(
     name="llama-like",
     vocab_size=32000,
     hidden_size=1024,
@@ -43,7 +45,7 @@ LLAMA = ModelConfig(
     ffn_size=2816,
     max_positions=2048,
 )
-GPT = ModelConfig(
+GPT = dense_model(
     name="gpt-like",
     vocab_size=20000,
     hidden_size=768,

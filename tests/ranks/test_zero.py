@@ -15,6 +15,7 @@ from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import StepPlan, UpdateRule
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
+from triaxis.models.fields import with_fields
 from triaxis.parallel.layers.gradient import slot_of
 from triaxis.parallel.places.layout import ParameterLayout, declare_replicated, layouts_of
 from triaxis.parallel.places.topology import Topology
@@ -224,7 +225,7 @@ def forced(
     return run_threads(topology.world_size, main)
 
 
-SHORT, SHORT_TIED = replace(MODEL, layers=2, kv_heads=8), replace(TIED, layers=2)
+SHORT, SHORT_TIED = with_fields(MODEL, layers=2, kv_heads=8), replace(TIED, layers=2)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -252,7 +253,7 @@ def test_replicated_gradients_count_once(zero: int) -> None:  # B10
 def test_replicated_key_value_heads_count_once() -> None:  # B10
     """Two heads on four ranks."""
     name = "model.layers.0.self_attn.k_proj.weight"
-    model = replace(SHORT, kv_heads=2)
+    model = with_fields(SHORT, kv_heads=2)
     for result, _ in forced(Topology(tp=4), model, 0, lambda layout, _: 3.0 * (layout.name == name)):
         assert result.grad_norm == pytest.approx(math.sqrt(2 * 9), rel=1e-12)
 

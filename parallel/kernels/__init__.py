@@ -1,0 +1,1 @@
+"""The arithmetic of layers on one device, and the choice of it."""
