@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from triaxis.parallel.layers.gradient import GradientSlot
 from triaxis.parallel.places.layout import ParameterLayout, layouts_of
+from triaxis.parallel.replicas.cut import padded_elements, shard_range
 from triaxis.parallel.worlds.group import DONE, Group, Work
-
-ALIGNMENT_ELEMENTS = 16
 
 _OPERATORS = torch.library.Library("triaxis", "FRAGMENT")
 _OPERATORS.define("resize_storage(Tensor tensor, int nbytes) -> ()")
@@ -104,8 +103,7 @@ class Bucket:
             for layout in layouts_of(member):
                 self._pieces.append((elements, layout))
                 elements += layout.elements
-        unit = group.size * ALIGNMENT_ELEMENTS
-        self.elements, self.padded_elements = elements, -(-elements // unit) * unit
+        self.elements, self.padded_elements = elements, padded_elements(elements, group.size)
         self._gathering: Work | None = None
         self._place_parameters(fill)
         self._make_states(accumulate_dtype, master_dtype)
@@ -127,15 +125,9 @@ class Bucket:
 
     @torch.no_grad()
     def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
-        size = self.padded_elements // self.group.size
-        self.start, self.stop = (
-            (self.group.rank * size, (self.group.rank + 1) * size)
-            if self.stage
-            else (
-                0,
-                self.padded_elements,
-            )
-        )
+        self.start, self.stop = 0, self.padded_elements
+        if self.stage:
+            self.start, self.stop = shard_range(self.padded_elements, self.group.size, self.group.rank)
         self.shard = self.parameters[self.start : self.stop]
         if self.stage == 3:
             self.shard = self.shard.clone()

@@ -9,7 +9,6 @@ A unit is a submodule of one of the classes in `wrap`; what is in none, or in se
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,8 +18,10 @@ from torch import Tensor, nn
 from triaxis.parallel.layers.gradient import slot_of
 from triaxis.parallel.places.layout import layouts_of
 from triaxis.parallel.replicas.bucket import Bucket, GradientPool, Segment
+from triaxis.parallel.replicas.cut import Member, Sharding, fill_buckets
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
 from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS, REDUCTIONS_UNDER_WAY
+from triaxis.parallel.replicas.reductions import ReductionQueue
 from triaxis.parallel.worlds.group import Group
 
 
@@ -46,22 +47,10 @@ def group_parameters(
     return [(module, root)] + [(u, [p for p in u.parameters() if uses[p] == 1]) for u in units]
 
 
-def _is_tied(parameter: nn.Parameter) -> bool:
-    return any(layout.tied for layout in layouts_of(parameter))
-
-
-def fill_buckets(parameters: Sequence[nn.Parameter], bucket_elements: int) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype, until a bucket holds `bucket_elements`; a tied one stands alone."""
-    buckets: list[list[nn.Parameter]] = []
-    size = bucket_elements
-    for parameter in parameters:
-        alone = _is_tied(parameter)
-        if alone or size >= bucket_elements or buckets[-1][0].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size = bucket_elements if alone else size + parameter.numel()
-    return buckets
+def _member(parameter: nn.Parameter, group: Group, unit: int) -> Member:
+    layouts = layouts_of(parameter)
+    alone = any(layout.tied for layout in layouts)
+    return Member(layouts[0].name, parameter.numel(), str(parameter.dtype), group.name, unit, alone)
 
 
 class ZeroDataParallel:
@@ -90,7 +79,7 @@ class ZeroDataParallel:
         self.stage = stage if group.size > 1 else 0  # sharding over one rank is no sharding
         self._pool = GradientPool()
         self._nodes: list[object] = []
-        self._under_way: deque[Bucket] = deque()
+        self._under_way = ReductionQueue[Bucket](REDUCTIONS_UNDER_WAY if self.stage >= 2 else None)
         self._last = False
         self._units: list[list[Unit]] = []
         for module in modules:
@@ -111,25 +100,23 @@ class ZeroDataParallel:
         fill: Callable[[nn.Parameter], None] | None,
     ) -> list[Unit]:
         grouped = group_parameters(module, wrap)
-        if self.stage < 3:  # buckets may cross units where parameters stay whole
-            grouped = [(module, [p for _, own in grouped for p in own])]
-        units = []
-        for owner, parameters in grouped:
-            unit = Unit(owner)
-            for members in fill_buckets(parameters, bucket_elements):
-                dtype = members[0].dtype
-                master = torch.promote_types(dtype, torch.float32)
-                bucket = Bucket(
-                    members,
-                    self.group,
-                    stage=self.stage,
-                    accumulate_dtype=accumulate_dtype or master,
-                    master_dtype=master,
-                    pool=self._pool,
-                    fill=fill,
-                )
-                unit.buckets.append(bucket)
-            units.append(unit)
+        units = [Unit(owner) for owner, _ in grouped] if self.stage == 3 else [Unit(module)]
+        parameters = [(p, number) for number, (_, own) in enumerate(grouped) for p in own]
+        records = [_member(parameter, self.group, unit) for parameter, unit in parameters]
+        shardings = {self.group.name: Sharding.of(self.stage, self.group.size)}
+        for places in fill_buckets(records, bucket_elements, shardings):
+            members = [parameters[place][0] for place in places]
+            master = torch.promote_types(members[0].dtype, torch.float32)
+            bucket = Bucket(
+                members,
+                self.group,
+                stage=self.stage,
+                accumulate_dtype=accumulate_dtype or master,
+                master_dtype=master,
+                pool=self._pool,
+                fill=fill,
+            )
+            units[records[places[0]].unit if self.stage == 3 else 0].buckets.append(bucket)
         return units
 
     def _hook_gradients(self, units: Sequence[Unit]) -> None:
@@ -164,11 +151,8 @@ class ZeroDataParallel:
         if self.stage < 2 and not self._last:
             return
         bucket.start_reduce()
-        if bucket in self._under_way:  # its reduction before this one is over
-            self._under_way.remove(bucket)
-        self._under_way.append(bucket)
-        while self.stage >= 2 and len(self._under_way) > REDUCTIONS_UNDER_WAY:
-            self._under_way.popleft().finish_reduce()
+        for earlier in self._under_way.issue(bucket):
+            earlier.finish_reduce()
 
     # Stage 3: a unit's parameters come before it runs and go after, in both directions.
 
@@ -234,8 +218,8 @@ class ZeroDataParallel:
     @torch.no_grad()
     def synchronize_gradients(self) -> None:
         """Waits for the reductions, then sums over the further axes that layouts declare (tp, tied stages)."""
-        while self._under_way:
-            self._under_way.popleft().finish_reduce()
+        for bucket in self._under_way.drain():
+            bucket.finish_reduce()
         self._pool.clear()
         sum_partial_gradients(self.buckets)
 

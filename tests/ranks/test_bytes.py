@@ -12,7 +12,7 @@ from triaxis.engine.step import DTYPES, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import with_fields
 from triaxis.parallel.places.topology import Topology
-from triaxis.parallel.replicas.bucket import ALIGNMENT_ELEMENTS
+from triaxis.parallel.replicas.cut import ALIGNMENT_ELEMENTS
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
