@@ -30,7 +30,6 @@ setup(
         "megatron-core>=0.16",
         "transformers",
         "tokenizers",
-        "tyro",
         "rich",
         "tensorboard",
         "matplotlib",

@@ -171,7 +171,7 @@ def _topology(config: RunConfig, world_size: int, faults: list[str]) -> Topology
         shrink = f"--dp {world_size // model_ranks}, or " if world_size % model_ranks == 0 else ""
         faults.append(
             f"{named} = {product} but {world_size} {'process was' if world_size == 1 else 'processes were'} started; "
-            f"use torchrun --nproc-per-node {product}, or {shrink}--simulate"
+            f"use torchrun --nproc-per-node {product}, or {shrink}--threads"
         )
         return None
     try:
@@ -204,7 +204,7 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
             )
         if config.simulate:
             faults.append(
-                "`data_parallel` must be zero with --simulate, but is fsdp: torch's fully_shard needs processes; "
+                "`data_parallel` must be zero with --threads, but is fsdp: torch's fully_shard needs processes; "
                 "start with torchrun, or use --data-parallel zero --zero 3"
             )
         if config.bucket_elements is not None:

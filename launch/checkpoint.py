@@ -10,6 +10,8 @@ from pathlib import Path
 
 from triaxis.engine.checkpoint.folder import BEST, checkpoints_at, leftovers_at, reading
 from triaxis.engine.checkpoint.manifest import CheckpointError, Manifest, check_files, read_manifest
+from triaxis.launch.command_line import Parser, whole, within
+from triaxis.launch.ending import refuse, run_command
 
 DESCRIPTION = """Looks into checkpoints. Needs no GPU and no model.
 
@@ -18,21 +20,12 @@ A DIR is a run's output directory (its newest checkpoint is meant, or all of the
 
 A checkpoint has no topology: a run of any tp, pp, dp and ZeRO stage, or with fully_shard, reads it as it is.
 """
+MOST_FILES = 100_000
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m triaxis.launch.checkpoint",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="triaxis checkpoint", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{ls,show,verify,reshard,diff}")
     for name, purpose in (
         ("ls", "which checkpoints a run has: step, tokens, size, evaluation loss, whether complete"),
@@ -45,7 +38,12 @@ def _parser() -> argparse.ArgumentParser:
             "dir", type=Path, metavar="DIR", help="a run's output directory, or a checkpoint"
         )
         if name == "reshard":
-            command.add_argument("--files", type=int, required=True, help="how many shard files, at most")
+            command.add_argument(
+                "--files",
+                type=within(whole, 1, MOST_FILES),
+                required=True,
+                help="how many shard files, at most",
+            )
             command.add_argument(
                 "--out", type=Path, required=True, metavar="DIR",
                 help="the output directory to write to: DIR/checkpoints/step-…",
@@ -201,14 +199,12 @@ COMMANDS = {"ls": _list, "show": _show, "verify": _verify, "reshard": _reshard, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         return COMMANDS[options.command](options)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return 2
+        return refuse(f"checkpoint {options.command}", error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("checkpoint", main))

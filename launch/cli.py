@@ -7,6 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from triaxis.launch.command_line import shown
+from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refusal, run_command
+
 COMMANDS = {
     "doctor": "what this machine has and how fast it is",
     "plan": "model and cluster in, layout and start command out",
@@ -28,21 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             + "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
         )
         print("\ntriaxis COMMAND --help says more.")
-        return 0 if given else 2
+        return Exit.DONE if given else Exit.REFUSED
     name, *rest = given
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; nearest: {near[0]}" if near else ""
-        print(
-            f"triaxis: a command must be one of {', '.join(COMMANDS)}, but is {name!r}{hint}", file=sys.stderr
-        )
-        return 2
-    return int(importlib.import_module(f"triaxis.launch.{name}").main(rest) or 0)
+        text = f"a command must be one of {', '.join(COMMANDS)}, but is {shown(name)}{hint}"
+        print(refusal("", text).replace(" :", ":", 1), file=sys.stderr)
+        return Exit.REFUSED
+    if name == "train":  # before the second or two that its modules take to load
+        catch_early_requests()
+    return run_command(
+        name, lambda words: importlib.import_module(f"triaxis.launch.{name}").main(words), rest
+    )
 
 
 def command() -> None:
     """The console script."""
-    sys.exit(main())
+    code = main()
+    if sys.argv[1:2] == ["train"]:
+        end_at_once(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -10,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from triaxis.launch.command_line import Claim, Parser, number, whole, within
+from triaxis.launch.ending import Exit, refusal, run_command
 
 if TYPE_CHECKING:
     from triaxis.launch.hardware.machine import Item
@@ -20,34 +22,32 @@ matrix products and collectives on all ranks at once for about 20 seconds, witho
 process has before it has a model (context_bytes), and writes hardware.toml, which
 `triaxis plan --hardware hardware.toml` and `triaxis simulate` take."""
 
+MOST_RANKS, MOST_SECONDS = 1024, 3600.0
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="triaxis.launch.doctor",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--no-measure", action="store_true", help="say what there is, and measure nothing")
+
+def _parser() -> Parser:
+    parser = Parser(prog="triaxis doctor", description=DESCRIPTION)
+    parser.add_argument("--no-measure", action=Claim, help="say what there is, and measure nothing")
     parser.add_argument(
-        "--ranks", type=int, help="processes to measure with (default: one a GPU, or without GPUs one a core)"
+        "--ranks",
+        type=within(whole, 1, MOST_RANKS),
+        help="processes to measure with (default: one a GPU, or without GPUs one a core)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="length of the measurement (default: %(default)s)"
+        "--seconds",
+        type=within(number, 0.1, MOST_SECONDS),
+        default=20.0,
+        help="length of the measurement (default: %(default)s)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("hardware.toml"), help="the file to write (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--json", action=Claim, help="print one JSON object instead of tables")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.ranks is not None and options.ranks < 1:
-        parser.error(f"`--ranks` must be at least 1, but is {options.ranks}")
-    if not options.seconds > 0:
-        parser.error(f"`--seconds` must be more than 0, but is {options.seconds:g}")
+    options = _parser().parse_args(arguments)
     from triaxis.launch.hardware.machine import inspect_machine  # imports torch
 
     sections = inspect_machine()
@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rates = measure_machine(ranks, options.seconds)
             options.out.write_text(_toml(rates), encoding="utf-8")
         except (OSError, RuntimeError) as error:
-            print(f"doctor: the measurement failed: {error}", file=sys.stderr)
-            return 1
+            print(refusal("doctor", f"the measurement failed: {error}"), file=sys.stderr)
+            return Exit.FAILED
         found["measured"] = _measured(rates) | {"file": str(options.out)}
         if not options.json:
             _show_rates(rates)
@@ -163,4 +163,4 @@ def _show_rates(rates: Rates) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("doctor", main))

@@ -1,26 +1,63 @@
-"""The command line of `train`: the fields of RunConfig in groups, each with a line of help. Read by tyro."""
+"""The command line of `train`: the fields of RunConfig in groups, each with a line of help. No torch."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated, Any, get_type_hints
-
-import tyro
+from collections.abc import Callable, Sequence
+from enum import EnumType
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from triaxis.engine.config import RunConfig
+from triaxis.launch.command_line import Claim, Parser, number, one_of, whole
 
 DESCRIPTION = """Train a language model on tp × pp × dp ranks.
 
-One process: `python -m triaxis.launch.train --steps 20`
-
-Eight processes: `torchrun --nproc-per-node 8 -m triaxis.launch.train --tp 2 --pp 2 --dp 2`
-
-Eight threads: `python -m triaxis.launch.train --simulate --tp 2 --pp 2 --dp 2`
+  one process       triaxis train --steps 20
+  eight processes   torchrun --nproc-per-node 8 -m triaxis.launch.train --tp 2 --pp 2 --dp 2
+  eight threads     triaxis train --threads --tp 2 --pp 2 --dp 2
 
 Flags may be written with hyphens or underscores. A run that cannot work is refused before anything starts."""
 
-MORE = "more"
+ALSO = {"simulate": ("--threads", "--simulate")}
+"""Fields whose flag has another name than the field; the first is the one that is shown."""
+
+ELSEWHERE = {
+    "--tensor-model-parallel-size": "--tp",
+    "--tensor-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--pipeline-parallel-size": "--pp",
+    "--context-parallel-size": "--cp",
+    "--expert-model-parallel-size": "--ep",
+    "--sequence-parallel": "--sp",
+    "--micro-batch-size": "--per-device-train-batch-size",
+    "--train-micro-batch-size-per-gpu": "--per-device-train-batch-size",
+    "--global-batch-size": "--global-batch",
+    "--train-batch-size": "--global-batch",
+    "--seq-length": "--seq",
+    "--seq-len": "--seq",
+    "--max-length": "--seq",
+    "--train-iters": "--steps",
+    "--max-steps": "--steps",
+    "--lr": "--learning-rate",
+    "--lr-decay-style": "--lr-scheduler-type",
+    "--clip-grad": "--max-grad-norm",
+    "--gradient-clipping": "--max-grad-norm",
+    "--gradient-checkpointing": "--recompute",
+    "--activation-checkpointing": "--recompute",
+    "--recompute-activations": "--recompute",
+    "--zero-stage": "--zero",
+    "--bf16": "--dtype bf16",
+    "--save-interval": "--save-steps",
+    "--save-limit": "--save-total-limit",
+    "--resume-from-checkpoint": "--resume",
+    "--load": "--resume",
+    "--dataset": "--data",
+    "--train-file": "--data",
+    "--tokenizer-model": "--tokenizer",
+}
+"""Options of Megatron, DeepSpeed and the Hugging Face Trainer, and what they are called here."""
 
 GROUPS: dict[str, dict[str, str]] = {
     "model and data": {
@@ -108,46 +145,58 @@ GROUPS: dict[str, dict[str, str]] = {
 
 def parse_flags(arguments: Sequence[str], speaks: bool) -> RunConfig:
     """The run that the command line asks for. Ends the process on --help (0) and on flags it cannot read (2)."""
-    return parse_with(arguments, speaks, "triaxis.launch.train", DESCRIPTION)[0]
+    return config_of(train_parser("triaxis train", DESCRIPTION, speaks).parse_args(list(arguments)))
 
 
-def parse_with(
-    arguments: Sequence[str], speaks: bool, program: str, description: str, more: type | None = None
-) -> tuple[RunConfig, Any]:
-    """The run, and an instance of the dataclass `more`, whose flags stand before the run's in the help."""
-    parsed: Any = tyro.cli(
-        _grouped(more),
-        prog=program,
-        description=description,
-        args=list(arguments),
-        console_outputs=speaks,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
-    )
-    values: dict[str, Any] = {}
-    for group, helps in GROUPS.items():
-        values |= {name: getattr(getattr(parsed, _attribute(group)), name) for name in helps}
-    return RunConfig(**values), getattr(parsed, MORE, None)
-
-
-def _attribute(group: str) -> str:
-    return group.replace(",", "").replace(" ", "_")
-
-
-def _grouped(more: type | None) -> type:
-    """A dataclass with a field for each group, which tyro shows as one box of help each."""
+def train_parser(program: str, description: str, speaks: bool = True) -> Parser:
+    """A parser that knows the flags of a run; `program` may add its own."""
+    parser = Parser(prog=program, description=description, speaks=speaks, elsewhere=ELSEWHERE)
     hints = get_type_hints(RunConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-    outer: list[Any] = [] if more is None else [(MORE, more, dataclasses.field(default_factory=more))]
-    for group, helps in GROUPS.items():
-        inner = [
-            (
-                name,
-                Annotated[hints[name], tyro.conf.arg(help=text)],
-                dataclasses.field(default=defaults[name]),
-            )
-            for name, text in helps.items()
-        ]
-        made = dataclasses.make_dataclass(_attribute(group), inner, kw_only=True, frozen=True)
-        made.__doc__ = group
-        outer.append((_attribute(group), made, dataclasses.field(default_factory=made)))
-    return dataclasses.make_dataclass("Train", outer, kw_only=True, frozen=True)
+    for title, helps in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, text in helps.items():
+            names = ALSO.get(name, (f"--{name.replace('_', '-')}",))
+            kind = _kind(hints[name])
+            said = "" if defaults[name] is None or kind is bool else f" (default: {defaults[name]})"
+            said = " (default: True)" if defaults[name] is True else said
+            given: dict[str, Any] = {"dest": name, "default": defaults[name], "help": f"{text}{said}"}
+            if kind is bool:
+                group.add_argument(*names, action=Claim, **given)
+            else:
+                group.add_argument(*names, type=_reader(kind), metavar=_metavar(kind), **given)
+    return parser
+
+
+def config_of(options: argparse.Namespace) -> RunConfig:
+    """The run among what was parsed."""
+    return RunConfig(**{name: getattr(options, name) for helps in GROUPS.values() for name in helps})
+
+
+def _kind(hint: Any) -> Any:
+    """The type of a flag that is given: `int` of `int | None`."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+    return hint
+
+
+def _words(kind: Any) -> list[str]:
+    if isinstance(kind, EnumType):
+        return [str(member) for member in kind]  # type: ignore[var-annotated]
+    return list(get_args(kind)) if get_origin(kind) is Literal else []
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    words = _words(kind)
+    if not words:
+        readers: dict[Any, Callable[[str], Any]] = {int: whole, float: number, str: str}
+        return readers[kind]
+    if isinstance(kind, EnumType):
+        choose = one_of(words)
+        return lambda text: kind(choose(text))
+    return one_of(words)
+
+
+def _metavar(kind: Any) -> str:
+    words = _words(kind)
+    return "{" + ",".join(words) + "}" if words else {int: "N", float: "X", str: "TEXT"}[kind]

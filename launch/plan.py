@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
 from triaxis.launch.jobs.artefacts import Cluster, Job, job_name, torchrun_command, write_artefacts
 from triaxis.launch.pages import plan_json, present
@@ -26,9 +26,6 @@ from triaxis.launch.planner.table import by_rule, decision_table
 from triaxis.launch.published.recommended import nearest
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import PRESETS, load_config
-
-EXIT_CONFIGURATION = 2
-EXIT_DOES_NOT_FIT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,13 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model is None or options.gpus is None:
             parser.error("give --model and --gpus, or --table, --memory or --score FILE")
         return _plan(options, hardware)
-    except BrokenPipeError:  # whoever read has heard enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (ValueError, OSError) as error:
-        lines = str(error).replace("\n", "\n  ")
-        print(f"There is no plan:\n  {lines}", file=sys.stderr)
-        return EXIT_CONFIGURATION
+        return refuse("plan", error)
 
 
 def _model(name: str) -> tuple[ModelConfig, str]:
@@ -65,9 +57,6 @@ def _model(name: str) -> tuple[ModelConfig, str]:
 
 
 def _request(options: argparse.Namespace, hardware: Hardware) -> Request:
-    for field in ("gpus", "seq", "global_batch"):
-        if getattr(options, field) < 1:
-            raise ValueError(f"`{field}` must be at least 1, but is {getattr(options, field)}")
     hardware.peak(options.dtype)
     model, name = _model(options.model)
     return Request(
@@ -225,11 +214,11 @@ def _does_not_fit(options: argparse.Namespace, plan: Plan, found: Sequence[Expla
     if options.json:
         extra = {"explanations": [plan_json.explanation_json(one) for one in found], **lacks.as_json()}
         print(json.dumps(plan_json.plan_json(plan, None, None, extra), indent=2))
-        return EXIT_DOES_NOT_FIT
+        return Exit.FAILED
     print(lacks)
     for one in found:
         print(f"{one.asked} {one.verdict}")
-    return EXIT_DOES_NOT_FIT
+    return Exit.FAILED
 
 
 def _table(options: argparse.Namespace, hardware: Hardware) -> int:
@@ -282,4 +271,4 @@ def _score(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("plan", main))

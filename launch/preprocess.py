@@ -9,7 +9,6 @@ one pass over the files behind each other would.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ import numpy as np
 from triaxis.engine.data.jsonl import Document, Tally, read_documents
 from triaxis.engine.data.megatron import check_index, strip_suffix
 from triaxis.engine.data.tokenizer import open_tokenizer
+from triaxis.launch.command_line import Claim, Parser
+from triaxis.launch.ending import Exit, refuse, run_command
 
 
 @contextmanager
@@ -88,9 +89,7 @@ def merge(prefixes: Sequence[Path], output: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="megatron")  # kernels that are not needed to write its files
-    parser = argparse.ArgumentParser(
-        prog="triaxis.launch.preprocess", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser(prog="triaxis preprocess", description=(__doc__ or "").split("\n")[0])
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--input", type=Path, help="a .jsonl file with `text` in each line")
     task.add_argument(
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer", type=Path, help="tokenizer.json, or a Hugging Face folder (default: bytes)"
     )
-    parser.add_argument("--skip-bad", action="store_true", help="leave bad lines out, and list them")
+    parser.add_argument("--skip-bad", action=Claim, help="leave bad lines out, and list them")
     options = parser.parse_args(arguments)
     if options.merge and (options.tokenizer or options.skip_bad):
         parser.error("--tokenizer and --skip-bad belong to --input, but --merge is given")
@@ -108,19 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.merge:
             print(f"{output}: merged {len(options.merge)} datasets, {merge(options.merge, output)} documents")
-            return 0
+            return Exit.DONE
         on_bad_sample = "skip" if options.skip_bad else "error"
         tally = preprocess(
             options.input, output, tokenizer_path=options.tokenizer, on_bad_sample=on_bad_sample
         )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, OSError) as error:
+        return refuse("preprocess", error)
     print(f"{options.input}: {tally}; wrote {output}.bin and {output}.idx")
     for line in tally.bad:
         print(f"left out {line}")
-    return 0
+    return Exit.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("preprocess", main))

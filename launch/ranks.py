@@ -16,12 +16,13 @@ import torch
 
 from triaxis.engine.checkpoint.manifest import SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy, run_directory
-from triaxis.engine.faults.interruption import EXIT_REQUEUE, Interruption
+from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.presence import dead_ranks
 from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
 from triaxis.engine.run.trainer import Summary, train
 from triaxis.launch.directory import REQUEUE_NAME
+from triaxis.launch.ending import Exit
 from triaxis.launch.environment import Launch
 from triaxis.parallel.worlds.failure import RankError
 from triaxis.parallel.worlds.process import open_process_world
@@ -30,8 +31,6 @@ from triaxis.parallel.worlds.thread import run_threads
 FOR_PEOPLE = (ValueError, OSError, FloatingPointError, RankError, SaveError, ReplicaError)
 """Errors whose message says enough; any other is a fault of ours, and its traceback is kept."""
 
-EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130
 GRACE_SECONDS = 3.0
 WAIT_FOR_CAUSE_SECONDS = 1.5
 PATIENCE_SECONDS = 60.0
@@ -51,7 +50,7 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
     def end(message: str | None) -> None:
         if message is not None and _first_to_tell(report, message, place):
             print(f"{place}: {message}", file=sys.stderr, flush=True)
-        os._exit(EXIT_FAILURE)
+        os._exit(Exit.FAILED)
 
     supervision = Supervision(interruption=stop.interruption, run=launch.run_id, end=end, failure=report)
     try:
@@ -66,7 +65,7 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
         if isinstance(error, KeyboardInterrupt):
             return stop.exit_code
         _tell(error, place, report, expected=True)
-        return EXIT_FAILURE
+        return Exit.FAILED
     try:
         summary = train(config, resolved, world, supervision)
         world.close()
@@ -82,7 +81,7 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
                 _place(resolved, rank) for rank in dead_ranks(directory, launch.run_id, launch.size)
             ],
         )
-        return EXIT_FAILURE
+        return Exit.FAILED
     report.unlink(missing_ok=True)
     return _ended(summary, speaks=launch.rank == 0)
 
@@ -97,7 +96,7 @@ def run_simulated(config: RunConfig, resolved: ResolvedRun) -> int:
     def end(message: str | None) -> None:
         if message is not None:  # one of the threads tells it, and ends all
             print(message, file=sys.stderr, flush=True)
-            os._exit(EXIT_FAILURE)
+            os._exit(Exit.FAILED)
 
     supervision = Supervision(interruption=stop.interruption, end=end)
     try:
@@ -113,7 +112,7 @@ def run_simulated(config: RunConfig, resolved: ResolvedRun) -> int:
             traceback.print_exc()
         notes = "; ".join(getattr(error, "__notes__", []))
         print((str(error) or repr(error)) + (f" ({notes})" if notes else ""), file=sys.stderr, flush=True)
-        return EXIT_FAILURE
+        return Exit.FAILED
     return _ended(summaries[0], speaks=True)
 
 
@@ -123,7 +122,7 @@ def _ended(summary: Summary, *, speaks: bool) -> int:
         return 0
     if speaks:
         (summary.directory / REQUEUE_NAME).write_text(f"step {summary.steps}\n", encoding="utf-8")
-    return EXIT_REQUEUE
+    return Exit.REQUEUE
 
 
 def _place(resolved: ResolvedRun, rank: int) -> str:
@@ -191,7 +190,7 @@ class _Stop:
 
     def __init__(self, resolved: ResolvedRun, report: Path, *, speaks: bool) -> None:
         self.interruption = Interruption()
-        self.exit_code = EXIT_INTERRUPTED
+        self.exit_code: int = Exit.INTERRUPTED
         self._saves = resolved.save_strategy != SaveStrategy.NO
         self._report, self._speaks = report, speaks
         for number in ASKING:
@@ -218,7 +217,7 @@ class _Stop:
             os._exit(self.exit_code)
 
     def _end_early(self, number: int) -> None:
-        self.exit_code = EXIT_REQUEUE
+        self.exit_code = Exit.REQUEUE
         if self._speaks and not self._report.exists():
             name = signal.Signals(number).name
             print(f"{name} before the first step: nothing to save", file=sys.stderr, flush=True)

@@ -2,64 +2,67 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triaxis.launch.command_line import Parser, one_of, whole, within
+from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.parallel.pipeline.check import check
 from triaxis.parallel.pipeline.draw import draw, summary, svg
 from triaxis.parallel.pipeline.schedule import ScheduleName, make_schedule
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
+MOST_RANKS, MOST_TIME = 4096, 1000
+MOST_CELLS = 1_000_000
+"""A picture beyond that takes minutes, and nobody can read it."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m triaxis.launch.schedule",
+def _parser() -> Parser:
+    parser = Parser(
+        prog="triaxis schedule",
         description="Draws which pipeline rank computes what and when, with the time lost to waiting "
         "(the bubble) and the microbatches whose activations each rank holds at once. Needs no GPU.",
     )
     names = [str(name) for name in ScheduleName]
     parser.add_argument(
-        "--schedule", choices=names, default="1f1b", help="the schedule (default: %(default)s)"
+        "--schedule",
+        type=one_of(names),
+        metavar="NAME",
+        default="1f1b",
+        help=f"{', '.join(names)} (default: %(default)s)",
     )
-    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks (default: %(default)s)")
+    parser.add_argument(
+        "--pp", type=within(whole, 1, MOST_RANKS), default=4, help="pipeline ranks (default: %(default)s)"
+    )
     parser.add_argument(
         "--microbatches",
-        type=int,
+        type=within(whole, 1, MOST_CELLS),
         default=8,
         help="microbatches of one optimizer step (default: %(default)s)",
     )
     parser.add_argument(
         "--virtual-stages",
-        "--virtual_stages",
-        type=int,
+        type=within(whole, 1, MOST_RANKS),
         help="chunks of layers per rank (default: 2 if interleaved)",
     )
     parser.add_argument(
         "--forward-time",
-        "--forward_time",
-        type=int,
+        type=within(whole, 1, MOST_TIME),
         default=1,
         help="time of a chunk's forward (default: %(default)s)",
     )
     parser.add_argument(
         "--backward-time",
-        "--backward_time",
-        type=int,
+        type=within(whole, 1, MOST_TIME),
         default=2,
         help="time of its backward (default: %(default)s)",
     )
     parser.add_argument(
         "--colour",
-        choices=("auto", "always", "never"),
+        type=one_of(("auto", "always", "never")),
+        metavar="WHEN",
         default="auto",
-        help="colours in the terminal (default: %(default)s)",
+        help="colours in the terminal: auto, always or never (default: %(default)s)",
     )
     parser.add_argument(
         "--svg", type=Path, nargs="?", const=Path("schedule.svg"), metavar="FILE",
@@ -71,14 +74,18 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if min(options.forward_time, options.backward_time) < 1:
-        parser.error("`--forward-time` and `--backward-time` must be at least 1")
     virtual_stages = options.virtual_stages
     if virtual_stages is None:
         virtual_stages = 2 if options.schedule == ScheduleName.INTERLEAVED else 1
     coloured = sys.stdout.isatty() if options.colour == "auto" else options.colour == "always"
     forward, backward = options.forward_time, options.backward_time
+    cells = options.pp * options.microbatches * virtual_stages * (forward + backward)
     try:
+        if cells > MOST_CELLS:
+            raise ValueError(
+                f"pp × microbatches × virtual stages × (forward + backward time) must be at most {MOST_CELLS:,} to be "
+                f"drawn, but is {cells:,}; draw fewer"
+            )
         schedule = make_schedule(options.schedule, options.pp, options.microbatches, virtual_stages)
         check(schedule)
         print(draw(schedule, coloured=coloured, forward=forward, backward=backward))
@@ -87,9 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.svg.write_text(svg(schedule, forward=forward, backward=backward), encoding="utf-8")
             print(f"wrote {options.svg.resolve()}")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return 0
+        return refuse("schedule", error)
+    return Exit.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("schedule", main))

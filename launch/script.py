@@ -9,6 +9,8 @@ from pathlib import Path
 
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
+from triaxis.launch.command_line import Parser, one_of, whole, within
+from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.jobs.artefacts import (
     GRACE_SECONDS,
@@ -26,23 +28,18 @@ from triaxis.launch.jobs.sbatch_check import check_sbatch
 DESCRIPTION = """Writes what starts a run, to standard output or a file. The flags of triaxis.launch.train follow `--`;
 they are checked for the ranks that the script will start, so a run that cannot work is refused here.
 
-  python -m triaxis.launch.script torchrun --gpus-per-node 8 -- --model llama2-7b --zero 1
-  python -m triaxis.launch.script slurm --nodes 8 --time 72:00:00 -- --model llama2-70b --tp 4 --pp 2 > run.sbatch
-  python -m triaxis.launch.script kubernetes --nodes 8 --image IMAGE --claim VOLUME -- --model llama2-70b --tp 8
-  python -m triaxis.launch.script slurm --check theirs.sbatch"""
+  triaxis script torchrun --gpus-per-node 8 -- --model llama2-7b --zero 1
+  triaxis script slurm --nodes 8 --time 72:00:00 -- --model llama2-70b --tp 4 --pp 2 > run.sbatch
+  triaxis script kubernetes --nodes 8 --image IMAGE --claim VOLUME -- --model llama2-70b --tp 8
+  triaxis script slurm --check theirs.sbatch"""
 
-EXIT_CONFIGURATION = 2
-EXIT_FOUND = 1
+MOST_RANKS, MOST_RESTARTS, DAY_SECONDS = 100_000, 1000, 86_400
 _ELSEWHERE = ("`data`", "`eval_data`", "`tokenizer`")
 """Faults that may be right where the run starts, though not here: files."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="triaxis.launch.script",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="triaxis script", description=DESCRIPTION)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{torchrun,slurm,kubernetes}")
     for kind, text in (
         ("torchrun", "a shell script for one machine, or for each of several"),
@@ -53,14 +50,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _common(parser: Parser) -> Parser:
     parser.add_argument("--name", help="of the job; by default the model's")
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, help="ranks on each machine (default: %(default)s)"
+        "--nodes", type=within(whole, 1, MOST_RANKS), default=1, help="machines (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-restarts", type=int, default=3, help="restarts after a failure (default: %(default)s)"
+        "--gpus-per-node",
+        type=within(whole, 1, MOST_RANKS),
+        default=8,
+        help="ranks on each machine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=within(whole, 0, MOST_RESTARTS),
+        default=3,
+        help="restarts after a failure (default: %(default)s)",
     )
     parser.add_argument(
         "--env",
@@ -81,7 +86,7 @@ def _common(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_slurm(parser: argparse.ArgumentParser) -> None:
+def _add_slurm(parser: Parser) -> None:
     parser.add_argument(
         "--check",
         type=Path,
@@ -91,17 +96,19 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time", default="24:00:00", help="limit of one job (default: %(default)s)")
     parser.add_argument(
         "--warning",
-        type=int,
+        type=within(whole, 1, DAY_SECONDS),
         default=GRACE_SECONDS,
         metavar="SECONDS",
         help="save so long before the limit (default: %(default)s)",
     )
-    parser.add_argument("--cpus-per-gpu", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--cpus-per-gpu", type=within(whole, 1, MOST_RANKS), default=8, help="default: %(default)s"
+    )
     parser.add_argument("--partition", help="the queue")
     parser.add_argument("--account", help="who pays")
 
 
-def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
+def _add_kubernetes(parser: Parser) -> None:
     parser.add_argument("--image", required=True, help="container image that has triaxis")
     parser.add_argument(
         "--claim",
@@ -113,9 +120,10 @@ def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind",
         dest="resource",
-        choices=("trainjob", "pytorchjob"),
+        type=one_of(("trainjob", "pytorchjob")),
+        metavar="KIND",
         default="trainjob",
-        help="default: %(default)s",
+        help="trainjob or pytorchjob; default: %(default)s",
     )
 
 
@@ -134,11 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out.write_text(text, encoding="utf-8")
             print(f"wrote {options.out}")
     except (ValueError, OSError) as error:
-        print(
-            f"The script cannot be written:\n  {str(error).replace(chr(10), chr(10) + '  ')}", file=sys.stderr
-        )
-        return EXIT_CONFIGURATION
-    return 0
+        return refuse(f"script {options.kind}", error)
+    return Exit.DONE
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -200,8 +205,8 @@ def _check(path: Path) -> int:
         print(f"{path}:{found.line}: {'error' if found.fatal else 'note'}: {found.text}")
     if not findings:
         print(f"{path}: nothing wrong found")
-    return EXIT_FOUND if any(found.fatal for found in findings) else 0
+    return Exit.FAILED if any(found.fatal for found in findings) else Exit.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("script", main))

@@ -5,62 +5,77 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.rules import resolve
-from triaxis.launch.flags import parse_with
+from triaxis.launch.command_line import Claim, Parser, whole, within
+from triaxis.launch.ending import Exit, refuse, run_command
+from triaxis.launch.flags import config_of, train_parser
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
 
-EXIT_UNPROVED, EXIT_CONFIGURATION = 1, 2
+MOST_GPUS = 1_000_000
 
 DESCRIPTION = """What a training run would do on a cluster that you do not have: every rank, message and byte.
 
-`python -m triaxis.launch.simulate --model llama3-70b --hardware h100-80g --dp 8 --tp 8 --pp 2 --sp --dtype bf16 \
---seq 4096 --per-device-train-batch-size 1 --microbatches 16 --report report.html`
+  triaxis simulate --model llama3-70b --hardware h100-80g --dp 8 --tp 8 --pp 2 --sp --dtype bf16 \
+--seq 4096 --per-device-train-batch-size 1 --microbatches 16 --report report.html
 
 The engine's own step runs for every kind of rank, without its numbers. It is proved that no rank waits for ever,
-then the step is priced on the hardware. The flags of `triaxis.launch.train` describe the run."""
+then the step is priced on the hardware. The flags of `triaxis train` describe the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateFlags:
-    """the cluster, and what to write"""
+    """The cluster, and what to write."""
 
-    hardware: Annotated[
-        str,
-        tyro.conf.arg(help="a100-80g, h100-80g, h200, b200, mi300x, …, or a TOML file (`triaxis doctor`)."),
-    ] = "h100-80g"
-    gpus: Annotated[int | None, tyro.conf.arg(help="All of them; dp is what tp × pp leaves.")] = None
-    documents: Annotated[
-        bool, tyro.conf.arg(help="Rows hold several documents, so that attention is masked.")
-    ] = False
-    straggler: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="RANK=FACTOR: its computations take FACTOR times as long.")
-    ] = ()
-    slow_link: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="RANK=FACTOR: so do the messages of its groups.")
-    ] = ()
-    json: Annotated[bool, tyro.conf.arg(help="Print everything as JSON, for programs.")] = False
-    trace: Annotated[
-        Path | None, tyro.conf.arg(help="Write the timeline for Perfetto or chrome://tracing.")
-    ] = None
-    report: Annotated[Path | None, tyro.conf.arg(help="Write one HTML page with pictures of it all.")] = None
+    hardware: str
+    gpus: int | None
+    documents: bool
+    straggler: tuple[str, ...]
+    slow_link: tuple[str, ...]
+    json: bool
+    trace: Path | None
+    report: Path | None
+
+
+def simulate_parser() -> Parser:
+    parser = train_parser("triaxis simulate", DESCRIPTION)
+    group = parser.add_argument_group("the cluster, and what to write")
+    group.add_argument(
+        "--hardware",
+        default="h100-80g",
+        help="a100-80g, h100-80g, h200, b200, mi300x, …, or a TOML file (triaxis doctor writes one)",
+    )
+    group.add_argument(
+        "--gpus", type=within(whole, 1, MOST_GPUS), help="all of them; dp is what tp × pp leaves"
+    )
+    group.add_argument(
+        "--documents", action=Claim, help="rows hold several documents, so that attention is masked"
+    )
+    for name, what in (
+        ("straggler", "its computations take"),
+        ("slow-link", "the messages of its groups take"),
+    ):
+        group.add_argument(
+            f"--{name}", nargs="+", action="extend", default=[], metavar="RANK=FACTOR",
+            help=f"{what} FACTOR times as long",
+        )  # fmt: skip
+    group.add_argument("--json", action=Claim, help="print everything as JSON, for programs")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline for Perfetto")
+    group.add_argument(
+        "--report", type=Path, metavar="FILE", help="write one HTML page with pictures of it all"
+    )
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0; 1 for programs that do not fit together; 2 for a run that is refused."""
-    config, flags = parse_with(
-        sys.argv[1:] if arguments is None else list(arguments),
-        True,
-        "triaxis.launch.simulate",
-        DESCRIPTION,
-        SimulateFlags,
-    )
+    options = simulate_parser().parse_args(arguments)
+    config = config_of(options)
+    values = {field.name: getattr(options, field.name) for field in fields(SimulateFlags)}
+    flags = SimulateFlags(**values | {name: tuple(values[name]) for name in ("straggler", "slow_link")})
     try:
         hardware = load_hardware(flags.hardware)
         resolved = _resolve(config, flags)
@@ -73,15 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"`{name}` must be a file in a folder that exists, but is {path}; make the folder"
                 )
     except ValueError as error:
-        print("The simulation cannot start:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
-        return EXIT_CONFIGURATION
+        return refuse("simulate", error)
     return _run(config, resolved, hardware, flags, slower, links)
 
 
 def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
     if config.simulate:
-        raise ConfigError(("`simulate` must not be given here: it trains on threads; leave it out",))
+        raise ConfigError(("`--threads` must not be given here: it trains on threads; leave it out",))
     if config.data_parallel != DataParallel.ZERO:
         raise ConfigError(
             (
@@ -89,8 +102,6 @@ def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
             )
         )
     model_parallel = config.tp * config.pp * config.cp
-    if flags.gpus is not None and flags.gpus < 1:
-        raise ConfigError((f"`gpus` must be at least 1, but is {flags.gpus}",))
     return resolve(config, flags.gpus or model_parallel * (config.dp or 1))
 
 
@@ -147,8 +158,8 @@ def _run(
         print(json.dumps(values))
     else:
         print_summary(values, flags.trace, flags.report)
-    return 0 if simulation.proof.holds else EXIT_UNPROVED
+    return Exit.DONE if simulation.proof.holds else Exit.FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("simulate", main))

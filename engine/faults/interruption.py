@@ -6,9 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: the run saved itself on request; start it again and it goes on."""
-
 SAME_REQUEST_SECONDS = 2.0
 """A launcher and a scheduler may both send the signal; within this time it counts once."""
 

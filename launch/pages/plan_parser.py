@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from triaxis.launch.command_line import Claim, Parser, number, one_of, shown, whole, within
 from triaxis.launch.hardware.hardware import hardware_names
 
 DESCRIPTION = """Which layout, will it fit, how fast, how long, for how much, and the command that starts it.
@@ -21,18 +22,15 @@ Prices are closed forms; the ranges beside them held nine of ten published runs 
 
 SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
+MOST_GPUS, MOST_TOKENS, MOST_SHOWN = 1_000_000, 100_000_000, 1000
+MOST_PRICE, MOST_TOKENS_IN_ALL = 1e6, 1e18
 
-def plan_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="triaxis.launch.plan",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+def plan_parser() -> Parser:
+    parser = Parser(prog="triaxis plan", description=DESCRIPTION)
     what = parser.add_argument_group("other questions").add_mutually_exclusive_group()
-    what.add_argument("--table", action="store_true", help="the decision table: 7B, 13B, 70B, 671B")
-    what.add_argument(
-        "--memory", action="store_true", help="the memory tables; of --model on --gpus, if given"
-    )
+    what.add_argument("--table", action=Claim, help="the decision table: 7B, 13B, 70B, 671B")
+    what.add_argument("--memory", action=Claim, help="the memory tables; of --model on --gpus, if given")
     what.add_argument(
         "--score", type=Path, metavar="FILE", help="predict every row of a file of published runs"
     )
@@ -40,31 +38,44 @@ def plan_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--model", help="a preset, 1.8B, 7B, 13B, 70B or 671B, or a .toml or .json file of model fields"
     )
-    run.add_argument("--gpus", type=int, help="how many")
+    run.add_argument("--gpus", type=within(whole, 1, MOST_GPUS), help="how many")
     run.add_argument(
         "--hardware",
         default="h100-80g",
         help=f"{', '.join(hardware_names())}, or a TOML file (triaxis doctor writes one); default: %(default)s",
     )
-    run.add_argument("--seq", type=int, default=4096, help="tokens in a sequence (default: %(default)s)")
+    run.add_argument(
+        "--seq",
+        type=within(whole, 1, MOST_TOKENS),
+        default=4096,
+        help="tokens in a sequence (default: %(default)s)",
+    )
     run.add_argument(
         "--global-batch",
-        "--global_batch",
-        type=int,
+        type=within(whole, 1, MOST_TOKENS),
         default=1024,
         help="sequences a step (default: %(default)s)",
     )
-    run.add_argument("--dtype", choices=("bf16", "fp32", "fp64"), default="bf16", help="default: %(default)s")
+    run.add_argument(
+        "--dtype",
+        type=one_of(("bf16", "fp32", "fp64")),
+        metavar="TYPE",
+        default="bf16",
+        help="bf16, fp32 or fp64; default: %(default)s",
+    )
     run.add_argument(
         "--tokens", type=_tokens, help="tokens to train on, such as 300B or 2T: gives days and steps"
     )
-    run.add_argument("--price", type=float, help="of one GPU for one hour: gives the cost")
+    run.add_argument(
+        "--price", type=within(number, 0.0, MOST_PRICE), help="of one GPU for one hour: gives the cost"
+    )
     how = parser.add_argument_group("the answer")
     how.add_argument(
         "--policy",
-        choices=("search", "table"),
+        type=one_of(("search", "table")),
+        metavar="NAME",
         default="search",
-        help="the best of all layouts, or the decision table's rule (default: %(default)s)",
+        help="search or table: the best of all layouts, or the decision table's rule (default: %(default)s)",
     )
     how.add_argument(
         "--explain",
@@ -73,10 +84,15 @@ def plan_parser() -> argparse.ArgumentParser:
         metavar="dp=8,tp=4,pp=2",
         help="why a layout lost or does not fit (also zero, microbatch, virtual_stages, recompute); repeatable",
     )
-    how.add_argument("--top", type=int, default=12, help="alternatives to show (default: %(default)s)")
+    how.add_argument(
+        "--top",
+        type=within(whole, 1, MOST_SHOWN),
+        default=12,
+        help="alternatives to show (default: %(default)s)",
+    )
     how.add_argument(
         "--simulate",
-        type=int,
+        type=within(whole, 0, MOST_SHOWN),
         nargs="?",
         const=3,
         default=0,
@@ -84,7 +100,7 @@ def plan_parser() -> argparse.ArgumentParser:
         help="price the best on N topologies (3) again by the engine's own program, proved and timed: "
         "seconds for each; then the fastest of these is chosen",
     )
-    how.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    how.add_argument("--json", action=Claim, help="one JSON object instead of tables")
     how.add_argument("--report", type=Path, metavar="FILE", help="write a page that explains it all")
     how.add_argument(
         "--write", type=Path, metavar="DIR", help="write start scripts and manifests (also triaxis script)"
@@ -98,7 +114,10 @@ def plan_parser() -> argparse.ArgumentParser:
 
 def _tokens(text: str) -> float:
     """`300B` is 3e11."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"must be a number such as 300B or 2T, but is {text!r}")
-    return float(found[1]) * SUFFIXES[found[2].upper()]
+    found = re.fullmatch(
+        r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?)([KMBT]?)", text, re.IGNORECASE | re.ASCII
+    )
+    tokens = float(found[1]) * SUFFIXES[found[2].upper()] if found else 0.0
+    if not 1 <= tokens <= MOST_TOKENS_IN_ALL:
+        raise argparse.ArgumentTypeError(f"must be a number such as 300B or 2T, but is {shown(text)}")
+    return tokens

@@ -7,7 +7,6 @@ source; the bands that hold 90% of what was measured come from there. Needs nump
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import statistics
@@ -20,6 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from triaxis.launch.command_line import Claim, Parser
 from triaxis.launch.hardware.hardware import Constants, Hardware, reach
 from triaxis.launch.planner.accuracy import kind_of
 from triaxis.launch.planner.cost import step_time
@@ -153,11 +153,11 @@ def _percentages(errors: Sequence[float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints constants, errors and bands; writes constants.toml and errors.toml if asked."""
-    parser = argparse.ArgumentParser(prog="python -m triaxis.launch.published.fit", description=__doc__)
+    parser = Parser(prog="triaxis.launch.published.fit", description=__doc__)
     parser.add_argument(
         "file", nargs="?", type=Path, default=SHIPPED, help="published runs (default: the shipped ones)"
     )
-    parser.add_argument("--write", action="store_true", help="write constants.toml and errors.toml")
+    parser.add_argument("--write", action=Claim, help="write constants.toml and errors.toml")
     options = parser.parse_args(arguments)
     runs, _ = read_runs(options.file)
     text = (LAUNCH / "hardware" / "constants.toml").read_text(encoding="utf-8")

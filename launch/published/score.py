@@ -7,7 +7,6 @@ would have chosen over the best measured time, less one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triaxis.launch.command_line import Claim, Parser
+from triaxis.launch.ending import refuse
 from triaxis.launch.planner.cost import step_time
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.memory import memory
@@ -289,8 +290,8 @@ def _summary(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; 2 for a file that cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m triaxis.launch.published.score",
+    parser = Parser(
+        prog="triaxis.launch.published.score",
         description="Predicts published runs and prints the errors per row, per source and overall.",
     )
     parser.add_argument(
@@ -300,13 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=SHIPPED,
         help="a CSV file shaped like runs.csv (default: the shipped runs)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object for programs")
+    parser.add_argument("--json", action=Claim, help="print one JSON object for programs")
     options = parser.parse_args(arguments)
     try:
         found = score(options.file)
     except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
+        return refuse("plan", error)
     if options.json:
         print(json.dumps(found.as_dict()))
     else:

@@ -129,4 +129,4 @@ def test_without_measuring_nothing_is_written(
     assert not list(tmp_path.iterdir())
     with pytest.raises(SystemExit):
         main(["--ranks", "0"])
-    assert "`--ranks` must be at least 1, but is 0" in capsys.readouterr().err
+    assert "`--ranks` must be from 1 to 1,024, but is '0'" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_any_two_of_the_batch_sizes_decide_the_third(
             4,
             ("tp × pp × dp = 8 but 4 processes", "--nproc-per-node 8", "--dp 1"),
         ),
-        ({"tp": 2}, 1, ("tp × pp = 2 but 1 process was started", "--simulate")),
+        ({"tp": 2}, 1, ("tp × pp = 2 but 1 process was started", "--threads")),
         ({"dp": 2}, 8, ("`world_size` must be dp 2", "dp 8")),
         ({"pp": 64}, 64, ("layers of tiny", "pp 64")),
         ({"pp": 2, "schedule": "interleaved", "virtual_stages": 99}, 2, ("pp 2 × virtual_stages 99 = 198",)),
@@ -65,7 +65,7 @@ def test_any_two_of_the_batch_sizes_decide_the_third(
         ({"ep": 2}, 2, ("`ep` must be 1 for a dense model",)),
         ({"zero": 4}, 1, ("`zero` must be 0, 1, 2 or 3, but is 4",)),
         ({"data_parallel": "fsdp", "zero": 1}, 1, ("`zero` must be 3 or left out",)),
-        ({"data_parallel": "fsdp", "simulate": True}, 1, ("must be zero with --simulate",)),
+        ({"data_parallel": "fsdp", "simulate": True}, 1, ("must be zero with --threads",)),
         (
             {"sp": True, "tp": 2, "seq": 127, "per_device_train_batch_size": 1},
             2,
@@ -170,7 +170,7 @@ def test_a_flag_that_there_is_none_of_is_refused(flag: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         parse_flags([flag, "x"], True)
     assert ended.value.code == 2
-    assert f"Unrecognized options: {flag}, x" in capsys.readouterr().err
+    assert f"there is no option {flag!r}" in capsys.readouterr().err
 
 
 LAUNCHED = {

@@ -475,7 +475,6 @@ def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "llama2-70", "--gpus", "8"], "nearest presets: llama2-70b"),
         (["--model", "7B", "--gpus", "8", "--hardware", "a100-80"], "nearest: a100-80g"),
-        (["--model", "7B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["--model", "7B", "--gpus", "8", "--hardware", "v100-32g"], "`dtype` must be one of"),
         (
             ["--model", "7B", "--gpus", "8", "--global-batch", "3", "--policy", "table"],
@@ -513,6 +512,9 @@ def test_a_question_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert ended.value.code == 2
     assert "such as 300B or 2T" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--model", "7B", "--gpus", "0"])
+    assert "`--gpus` must be from 1 to 1,000,000, but is '0'" in capsys.readouterr().err
 
 
 def test_one_name_for_all_programs() -> None:

@@ -82,24 +82,20 @@ def test_a_resharded_checkpoint_is_the_same_and_loads(
     assert main(["verify", str(tmp_path)]) == 0
     assert main(["diff", str(run_folder), str(tmp_path)]) == 0
     assert on_ranks(load_newest, tmp_path, Layout(tp=2)) == [2, 2]
-    with pytest.raises(SystemExit):
-        main(["reshard", str(run_folder), "--out", str(tmp_path), "--files", "2"])
+    assert main(["reshard", str(run_folder), "--out", str(tmp_path), "--files", "2"]) == 2
     assert "without checkpoints" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_resharded(run_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(run_folder, tmp_path / "copy")
     flip_a_byte(tmp_path / "copy" / FOLDER / "step-00000002" / "shard-00000.safetensors")
-    with pytest.raises(SystemExit):
-        main(["reshard", str(tmp_path / "copy"), "--out", str(tmp_path / "out"), "--files", "1"])
+    assert main(["reshard", str(tmp_path / "copy"), "--out", str(tmp_path / "out"), "--files", "1"]) == 2
     assert complete_checkpoints(tmp_path / "out") == []
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("ls", "show", "verify"):
-        with pytest.raises(SystemExit) as ended:
-            main([command, str(tmp_path)])
-        assert ended.value.code == 2
+        assert main([command, str(tmp_path)]) == 2
     assert "must hold a complete checkpoint" in capsys.readouterr().err
 
 

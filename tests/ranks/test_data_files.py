@@ -187,14 +187,14 @@ def test_preprocess_reports_and_writes_all_or_nothing(
     path = write_texts(tmp_path / "x.jsonl", "", "a", " ", "b")
     path.write_bytes(path.read_bytes() + b'{"text": "trunc')
     prefix = tmp_path / "x"
-    assert main(["--input", str(path), "--output", str(prefix)]) == 1
-    assert f"error: {path}:5: is not JSON" in capsys.readouterr().err
+    assert main(["--input", str(path), "--output", str(prefix)]) == 2
+    assert f"triaxis preprocess: {path}:5: is not JSON" in capsys.readouterr().err
     assert not list(tmp_path.glob("x.bin*")) and not list(tmp_path.glob("x.idx*"))
     assert main(["--input", str(path), "--output", str(prefix), "--skip-bad"]) == 0
     out = capsys.readouterr().out
     assert "read 5, kept 2, empty 2, bad 1" in out and f"left out {path}:5: " in out
     assert check_index(prefix).documents == 2
-    assert main(["--input", str(talk_file(path)), "--output", str(prefix)]) == 1
+    assert main(["--input", str(talk_file(path)), "--output", str(prefix)]) == 2
     assert "must have `text`, but has `messages`" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--merge", "a", "--skip-bad", "--output", "c"])

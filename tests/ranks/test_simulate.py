@@ -67,7 +67,7 @@ def test_recompute_costs_hardware_flops_and_saves_activations(
         ("--hardware h10", "`hardware` must be a TOML file or one of"),
         ("--gpus 12 --tp 5", "`world_size` must be a multiple"),
         ("--dp 2 --straggler 9=2", "`straggler` must read like"),
-        ("--simulate", "`simulate` must not be given"),
+        ("--simulate", "`--threads` must not be given"),
         ("--data-parallel fsdp --dp 2", "`data_parallel` must be zero"),
         ("--report /nosuch/folder/r.html", "`report` must be a file in a folder"),
     ],
