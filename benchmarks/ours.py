@@ -87,7 +87,7 @@ def make_batches(plan: StepPlan, step: int, data_rank: int) -> list[Batch]:
                 tokens_BL=ids[:, :-1].contiguous(),
                 labels_BL=ids[:, 1:].contiguous(),
                 positions_BL=positions_BL,
-                documents_BL=None,
+                documents=None,
             )
         )
     return batches

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from triaxis.engine.config import DataParallel as DataParallelKind
 from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import Precision, StepPlan
-from triaxis.models.batch import Batch
+from triaxis.models.batch import Batch, Inputs, Output
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.layers.build import Build
@@ -39,13 +39,18 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The same on every rank. loss: mean of the global batch's trained tokens, nats; grad_norm: before clipping."""
+    """The same on every rank.
+
+    loss: mean of the global batch's trained tokens, nats; auxiliary_loss: the sum of single layers' own
+    grad_norm: before clipping
+    """
 
     loss: float
     grad_norm: float
     clip_coefficient: float
     trained_tokens: int
     skipped: bool = False
+    auxiliary_loss: float = 0.0
 
 
 class _Chunk:
@@ -56,8 +61,13 @@ class _Chunk:
 
     def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
         self._step.position = "forward", self._index, microbatch
-        output: Tensor = self._stage(hidden, self._step.batches[microbatch], self._step.scale)
-        return output
+        step = self._step
+        rows = step.plan.microbatch_size * len(step.batches) * step.mesh.dp.size
+        inputs = Inputs(batch=step.batches[microbatch], token_scale=step.scale, row_scale=1 / rows)
+        output: Output = self._stage(hidden, inputs)
+        if output.auxiliary is not None:
+            step.auxiliary.append(output.auxiliary)
+        return output.passed_on()
 
     def before_backward(self, microbatch: int) -> None:
         self._step.position = "backward", self._index, microbatch
@@ -148,6 +158,8 @@ class TrainingStep:
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage
+        self.auxiliary: list[Tensor] = []  # losses of this rank's layers, as far as the step has come
+        self.auxiliary_loss: Tensor | None = None  # of the latest step, all ranks' layers
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
@@ -188,6 +200,7 @@ class TrainingStep:
             clip_coefficient=float(coefficient),
             trained_tokens=int(tokens),
             skipped=skipped,
+            auxiliary_loss=0.0 if self.auxiliary_loss is None else float(self.auxiliary_loss),
         )
 
     def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,11 +210,15 @@ class TrainingStep:
         self.losses = losses = self.pipeline.run()
         self.batches = ()
         self.data_parallel.synchronize_gradients()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.world.device)
+        own = self.plan.model.has_losses()  # on every rank, whether its stage has such a layer or not
+        sums = torch.zeros(3 if own else 2, dtype=torch.float64, device=self.mesh.world.device)
         if losses and self.mesh.tp.rank == 0:
             sums[0] = torch.stack(losses).double().sum()
         sums[1] = self.data_parallel.squared_norm()
+        if self.auxiliary and (self.mesh.tp.rank == 0 or self.plan.sequence_parallel):
+            sums[2] = torch.stack(self.auxiliary).double().sum()
         self.mesh.everyone.all_reduce(sums)
+        self.auxiliary_loss = sums[2] if own else None
         return sums[0], sums[1], tokens
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -219,6 +236,7 @@ class TrainingStep:
         """Takes the batches and agrees on the scale: one over the global batch's trained tokens."""
         device = self.mesh.world.device
         self.batches = [batch.to(device) for batch in batches]
+        self.auxiliary = []
         tokens = torch.zeros((), dtype=torch.int64, device=device)
         if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
             tokens += sum(batch.trained_tokens() for batch in batches)

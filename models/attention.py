@@ -1,37 +1,21 @@
 """Causal self-attention with grouped key/value heads, its heads cut over tp.
 
-Shapes: B rows, L tokens of a row, T = B·L tokens, H query heads and K key/value heads held here, D hidden,
-E half of a head, O = (H + 2K) · head size.
+Shapes: T tokens of the microbatch, H query heads and K key/value heads held here, D hidden or of one head,
+O = (H + 2K) · head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
+from triaxis.models.batch import SequenceContext
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.kinds import GroupedAttention
 from triaxis.models.norm import Norm
 from triaxis.parallel.kernels.rotary import rotate_
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceContext:
-    """What every block of a stage needs to know of a microbatch, made once.
-
-    cos_T1E, sin_T1E: the tokens' rotary tables, None for learned positions
-    mask_B1LL: True where a query may see a key; None = plain causal
-    """
-
-    batch: int
-    length: int
-    cos_T1E: Tensor | None
-    sin_T1E: Tensor | None
-    mask_B1LL: Tensor | None
 
 
 class Attention(nn.Module):
@@ -84,11 +68,11 @@ class Attention(nn.Module):
             turned_heads = (rows[0] + rows[1]) // self.head_size
             fused_TO = rotate_(fused_TO, context.cos_T1E, context.sin_T1E, turned_heads, self.head_size)
         query, key, value = (
-            part.view(context.batch, context.length, -1, self.head_size).transpose(1, 2)
-            for part in fused_TO.split(rows, dim=-1)
+            part.unflatten(-1, (-1, self.head_size)) for part in fused_TO.split(rows, dim=-1)
         )
-        mixed_BHLD = self.attend(query, key, value, context.mask_B1LL)
-        output: Tensor = self.output(mixed_BHLD.transpose(1, 2).reshape(-1, rows[0]))
+        batch = context.inputs.batch
+        mixed_THD = self.attend(query, key, value, len(batch.tokens_BL), batch.documents)
+        output: Tensor = self.output(mixed_THD.flatten(1))
         return output
 
     def _norm_heads(self, part_TO: Tensor, norm: Norm) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from triaxis.models.attention import SequenceContext
+from triaxis.models.batch import SequenceContext
 from triaxis.models.config import ModelConfig
 from triaxis.models.kinds import ActivationKind, Dense, Layer
 from triaxis.models.norm import hidden_norm

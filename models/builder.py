@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from triaxis.models.attention import SequenceContext
-from triaxis.models.batch import Batch
+from triaxis.models.auxiliary import with_auxiliary
+from triaxis.models.batch import Batch, Inputs, Output, SequenceContext
 from triaxis.models.config import ModelConfig
 from triaxis.models.norm import hidden_norm
 from triaxis.models.parts import build_part
 from triaxis.models.positions import Learned, Rope
 from triaxis.models.rotary import rotary_tables
-from triaxis.parallel.kernels.attention import packed_mask
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.places.layout import Init, declare, replicated
@@ -101,38 +100,44 @@ class Stage(nn.Module):
         self.register_buffer("cos_PE", cos_PE, persistent=False)
         self.register_buffer("sin_PE", sin_PE, persistent=False)
 
-    def forward(self, hidden_TD: Tensor | None, batch: Batch, scale: Tensor) -> Tensor:
-        """Hidden [T, D] for the next stage; on the last, the sum of the trained tokens' losses × `scale`."""
-        output_TD = self._hidden(hidden_TD, batch)
+    def forward(self, hidden_TD: Tensor | None, inputs: Inputs) -> Output:
+        """Hidden [T, D] for the next stage; on the last, the sum of the trained tokens' losses, scaled."""
+        output_TD, auxiliary = self._hidden(hidden_TD, inputs)
         if self.head is None:
-            return output_TD
-        loss: Tensor = self.head(output_TD, batch.labels_BL.reshape(-1), scale)
-        return loss
+            return Output(hidden=output_TD, auxiliary=auxiliary)
+        labels_T = inputs.batch.labels_BL.reshape(-1)
+        return Output(loss=self.head(output_TD, labels_T, inputs.token_scale), auxiliary=auxiliary)
 
     def logits(self, hidden_TD: Tensor | None, batch: Batch) -> Tensor:
         """All logits [T, V] of the last stage, for inspection."""
         assert self.head is not None, "only the last stage has logits"
-        return self.head.logits(self._hidden(hidden_TD, batch))
+        unscaled = Inputs(batch=batch, token_scale=torch.ones(()), row_scale=1.0)
+        return self.head.logits(self._hidden(hidden_TD, unscaled)[0])
 
-    def _hidden(self, hidden_TD: Tensor | None, batch: Batch) -> Tensor:
-        context = self._context(batch)
+    def _hidden(self, hidden_TD: Tensor | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """The stage's last hidden state, normed on the last stage; the sum of its layers' auxiliary losses."""
+        context = self._context(inputs)
         if self.embedding is not None:
-            hidden_TD = self.embedding(batch.tokens_BL.reshape(-1))
+            hidden_TD = self.embedding(inputs.batch.tokens_BL.reshape(-1))
             if self.positions is not None:
-                hidden_TD = hidden_TD + self.positions(batch.positions_BL.reshape(-1))
+                hidden_TD = hidden_TD + self.positions(inputs.batch.positions_BL.reshape(-1))
         assert hidden_TD is not None, "a stage behind the first needs the hidden state of the one before it"
+        losses: list[Tensor] = []
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
-                hidden_TD = checkpoint(
-                    block, hidden_TD, context, use_reentrant=False, preserve_rng_state=False
-                )
+                made = checkpoint(block, hidden_TD, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                hidden_TD = block(hidden_TD, context)
+                made = block(hidden_TD, context)
+            if isinstance(made, tuple):  # a layer with a loss of its own
+                hidden_TD, loss = made
+                made = with_auxiliary(hidden_TD, loss)
+                losses.append(loss.detach())
+            hidden_TD = made
         output_TD: Tensor = hidden_TD if self.norm is None else self.norm(hidden_TD)
-        return output_TD
+        return output_TD, torch.stack(losses).sum() if losses else None
 
-    def _context(self, batch: Batch) -> SequenceContext:
-        rows, length = batch.tokens_BL.shape
+    def _context(self, inputs: Inputs) -> SequenceContext:
+        rows, length = inputs.batch.tokens_BL.shape
         if length > self.config.max_positions:
             raise ValueError(
                 f"`sequence_length` must be at most the {self.config.max_positions} positions of "
@@ -145,16 +150,9 @@ class Stage(nn.Module):
             )
         cos_T1E = sin_T1E = None
         if self.cos_PE is not None and self.sin_PE is not None:
-            positions_T = batch.positions_BL.reshape(-1)
+            positions_T = inputs.batch.positions_BL.reshape(-1)
             cos_T1E, sin_T1E = (x[positions_T].unsqueeze(1) for x in (self.cos_PE, self.sin_PE))
-        documents_BL = batch.documents_BL
-        return SequenceContext(
-            batch=rows,
-            length=length,
-            cos_T1E=cos_T1E,
-            sin_T1E=sin_T1E,
-            mask_B1LL=None if documents_BL is None else packed_mask(documents_BL),
-        )
+        return SequenceContext(inputs=inputs, cos_T1E=cos_T1E, sin_T1E=sin_T1E)
 
 
 def _tables(config: ModelConfig, build: Build) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -62,6 +62,10 @@ class ModelConfig:
         """How many layers there are of each kind, the first one first."""
         return Counter(self.kind(layer) for layer in range(self.layers))
 
+    def has_losses(self) -> bool:
+        """Whether some layer has a loss of its own."""
+        return any(kind.has_loss for kind in self.kinds())
+
     def cuts(self) -> tuple[Cut, ...]:
         """What tp must divide in some layer."""
         return tuple(dict.fromkeys(cut for kind in self.kinds() for cut in kind.cuts()))

@@ -42,11 +42,15 @@ class Cut:
 class Kind(ABC):
     """A part of a model that counts for itself.
 
-    module: "package.module:Class" of an nn.Module that is made with (kind, model, build, name)
+    module: "package.module:Class" of an nn.Module that is made with (kind, model, build, name); a layer's is called
+        with the hidden state and a SequenceContext, and returns the hidden state
+    has_loss: the layer returns a pair, the hidden state and a loss of its own, scaled; the first tensor rank's is
+        reported, or the sum over tensor ranks under sequence parallelism
     """
 
     __slots__ = ()
     module: ClassVar[str]
+    has_loss: ClassVar[bool] = False
 
     @abstractmethod
     def parameters(self, model: ModelConfig) -> int:

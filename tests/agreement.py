@@ -18,6 +18,7 @@ from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import dense_model
+from triaxis.parallel.kernels.attention import documents_of
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
@@ -103,7 +104,7 @@ def sequences(step: int, count: int, vocab_size: int) -> list[Batch]:
                 tokens_BL=torch.from_numpy(tokens_L)[None],
                 labels_BL=torch.from_numpy(labels_L)[None],
                 positions_BL=torch.from_numpy(positions_L)[None],
-                documents_BL=torch.from_numpy(documents_L)[None] if border < LENGTH else None,
+                documents=documents_of(torch.from_numpy(documents_L)[None]) if border < LENGTH else None,
             )
         )
     return rows

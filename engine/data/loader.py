@@ -14,6 +14,7 @@ import torch
 from triaxis.engine.data.source import Source
 from triaxis.engine.data.stream import Ints, Sample
 from triaxis.models.batch import IGNORED, Batch
+from triaxis.parallel.kernels.attention import documents_of
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int) -> Ints:
@@ -119,16 +120,16 @@ class Loader:
 def make_batch(rows: Sequence[Sample], size: int, length: int) -> Batch:
     """A microbatch of `size` rows of `length` tokens; padding rows behind those given fill it up."""
     rows = [*rows, *[_padding(length)] * (size - len(rows))]
-    documents_BL = None
+    documents = None
     if any(row.documents_L is not None for row in rows):
         single_L = np.zeros(length, dtype=np.int64)
         parts = [single_L if row.documents_L is None else row.documents_L for row in rows]
-        documents_BL = torch.from_numpy(np.stack(parts))
+        documents = documents_of(torch.from_numpy(np.stack(parts)))
     return Batch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])),
         labels_BL=torch.from_numpy(np.stack([row.labels_L for row in rows])),
         positions_BL=torch.from_numpy(np.stack([row.positions_L for row in rows])),
-        documents_BL=documents_BL,
+        documents=documents,
     )
 
 

@@ -19,6 +19,7 @@ from triaxis.engine.plan import StepPlan
 from triaxis.engine.step import TrainingStep, build_stages
 from triaxis.engine.trace.meter import Known, Meter
 from triaxis.models.batch import Batch
+from triaxis.parallel.kernels.attention import Documents
 from triaxis.parallel.pipeline.executor import PipelineChunk
 from triaxis.parallel.pipeline.schedule import Action, Kind
 from triaxis.parallel.places.layout import ParameterLayout, named_layouts
@@ -278,14 +279,17 @@ def _addressed(
 
 
 def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
-    """Batches of the right shape. documents: rows hold several, so that attention is masked."""
+    """Batches of the right shape. documents: rows hold two, of half their length each."""
     shape = plan.microbatch_size, plan.sequence_length
+    rows = range(0, plan.microbatch_size * plan.sequence_length, plan.sequence_length)
+    halves = sorted({border for row in rows for border in (row, row + plan.sequence_length // 2)})
+    packed = Documents(borders=(*halves, plan.microbatch_size * plan.sequence_length))
 
     def ids() -> Tensor:
         return torch.empty(shape, dtype=torch.int64)
 
     return [
-        Batch(tokens_BL=ids(), labels_BL=ids(), positions_BL=ids(), documents_BL=ids() if documents else None)
+        Batch(tokens_BL=ids(), labels_BL=ids(), positions_BL=ids(), documents=packed if documents else None)
         for _ in range(plan.microbatches)
     ]
 

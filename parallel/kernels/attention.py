@@ -1,39 +1,183 @@
 """Causal attention of rows, or of the documents packed into them.
 
-Shapes: B rows, L tokens of a row, H query heads and K key/value heads held here, D elements of a head.
+Shapes: B rows, L tokens of a row, T = B·L tokens, H query heads and K key/value heads held here, D elements of a head;
+l tokens of a document.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 
-def packed_mask(documents_BL: Tensor) -> Tensor:
-    """mask_B1LL: a token sees its own document up to itself. Documents 0 0 1 give rows 100, 110 and 001."""
-    length = documents_BL.shape[1]
-    causal_LL = torch.ones(length, length, dtype=torch.bool, device=documents_BL.device).tril_()
-    return (documents_BL[:, None, :, None] == documents_BL[:, None, None, :]).logical_and_(causal_LL)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Where the documents of a microbatch begin, its rows one behind the other; a row's start is always a border.
+
+    borders: ascending, from 0 to the number of tokens; known to the host, so that no kernel waits for the device
+    starts: the same as int32 on a GPU, for the kernels that read them there
+    Example: two rows of 4 tokens, the first with documents of 1 and 3 tokens: borders 0 1 4 8.
+    """
+
+    borders: tuple[int, ...]
+    starts: Tensor | None = None
+
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(stop - start for start, stop in pairwise(self.borders))
+
+    def spans(self) -> Iterator[slice]:
+        """The tokens of each document."""
+        return (slice(start, stop) for start, stop in pairwise(self.borders))
+
+    def to(self, device: torch.device) -> Documents:
+        if device.type != "cuda":
+            return self
+        starts = torch.tensor(self.borders, dtype=torch.int32).to(device, non_blocking=True)
+        return Documents(borders=self.borders, starts=starts)
 
 
-def attend(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, mask_B1LL: Tensor | None) -> Tensor:
-    """softmax(q·kᵀ/√d)·v; each key/value head serves H/K consecutive query heads. → [B, H, L, D]"""
-    return F.scaled_dot_product_attention(
-        query_BHLD,
-        key_BKLD,
-        value_BKLD,
-        attn_mask=mask_B1LL,
-        is_causal=mask_B1LL is None,
-        enable_gqa=query_BHLD.shape[1] != key_BKLD.shape[1],
+def documents_of(documents_BL: Tensor) -> Documents:
+    """The borders between tokens whose document numbers differ. Numbers 0 0 1 | 0 0 0 give borders 0 2 3 6."""
+    rows, length = documents_BL.shape
+    begins_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    begins_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    return Documents(borders=(*begins_BL.view(-1).nonzero()[:, 0].tolist(), rows * length))
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, int, Documents | None], Tensor]
+"""(query_THD, key_TKD, value_TKD, rows, documents) → mixed_THD = softmax(q·kᵀ/√d)·v.
+
+A token sees its own document up to itself (its whole row, if documents is None); each key/value head serves H/K query
+heads in a row.
+"""
+
+
+def attend_rows(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rows: int) -> Tensor:
+    """One call of PyTorch's own for all rows."""
+    query_BHLD, key_BKLD, value_BKLD = (
+        part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (query_THD, key_TKD, value_TKD)
+    )
+    mixed_BHLD = F.scaled_dot_product_attention(
+        query_BHLD, key_BKLD, value_BKLD, is_causal=True, enable_gqa=query_THD.shape[1] != key_TKD.shape[1]
+    )
+    return mixed_BHLD.transpose(1, 2).flatten(0, 1)
+
+
+def attend_masked(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rows: int, documents: Documents | None
+) -> Tensor:
+    """The plain twin of the others: one product under a mask of [B, L, L]."""
+    if documents is None:
+        return attend_rows(query_THD, key_TKD, value_TKD, rows)
+    lengths = [stop - start for start, stop in pairwise(documents.borders)]
+    number_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(query_THD.device)
+    number_BL = number_T.view(rows, -1)
+    mask_B1LL = (number_BL[:, None, :, None] == number_BL[:, None, None, :]).tril()
+    query_BHLD, key_BKLD, value_BKLD = (
+        part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (query_THD, key_TKD, value_TKD)
+    )
+    copies = query_THD.shape[1] // key_TKD.shape[1]
+    key_BHLD, value_BHLD = (part.repeat_interleave(copies, dim=1) for part in (key_BKLD, value_BKLD))
+    mixed_BHLD = F.scaled_dot_product_attention(query_BHLD, key_BHLD, value_BHLD, attn_mask=mask_B1LL)
+    return mixed_BHLD.transpose(1, 2).flatten(0, 1)
+
+
+def _heads_first(part_lHD: Tensor) -> Tensor:
+    """[l, H, D] → [1, H, l, D], as kernels read it; a view."""
+    return part_lHD.transpose(0, 1).unsqueeze(0)
+
+
+class _DocumentsOnCpu(Function):
+    """A call of PyTorch's flash attention for each document, written into one output.
+
+    `F.scaled_dot_product_attention` on slices would keep each document's output beside the whole one, and add a
+    gradient as large as the whole for each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, documents: Documents
+    ) -> Tensor:
+        mixed_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        sums = []
+        for span in documents.spans():
+            parts = (_heads_first(part[span]) for part in (query_THD, key_TKD, value_TKD))
+            mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True)
+            _heads_first(mixed_THD[span]).copy_(mixed)
+            sums.append(lse)
+        ctx.save_for_backward(query_THD, key_TKD, value_TKD, mixed_THD, *sums)
+        ctx.documents = documents
+        return mixed_THD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query_THD, key_TKD, value_TKD, mixed_THD, *sums = ctx.saved_tensors
+        made = [
+            torch.empty_like(part, memory_format=torch.contiguous_format)
+            for part in (query_THD, key_TKD, value_TKD)
+        ]
+        for span, lse in zip(ctx.documents.spans(), sums, strict=True):
+            parts = (
+                _heads_first(part[span]) for part in (grads[0], query_THD, key_TKD, value_TKD, mixed_THD)
+            )
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *parts, lse, 0.0, True
+            )
+            for whole, part in zip(made, found, strict=True):
+                _heads_first(whole[span]).copy_(part)
+        return (*made, None)
+
+
+def attend_on_cpu(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rows: int, documents: Documents | None
+) -> Tensor:
+    """Time grows with the sum of the documents' squared lengths."""
+    if documents is None:
+        return attend_rows(query_THD, key_TKD, value_TKD, rows)
+    return _DocumentsOnCpu.apply(  # type: ignore[no-any-return, no-untyped-call]
+        query_THD, key_TKD, value_TKD, documents
     )
 
 
-def attend_on_cuda(
-    query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, mask_B1LL: Tensor | None
+def attend_by_document(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rows: int, documents: Documents | None
 ) -> Tensor:
-    """`attend`; masked kernels of CUDA know no groups, so key and value heads are copied for them."""
-    if mask_B1LL is not None:
-        copies = query_BHLD.shape[1] // key_BKLD.shape[1]
-        key_BKLD, value_BKLD = (x.repeat_interleave(copies, dim=1) for x in (key_BKLD, value_BKLD))
-    return attend(query_BHLD, key_BKLD, value_BKLD, mask_B1LL)
+    """With PyTorch's public function alone: on a GPU for precisions that its variable-length kernel has not."""
+    if documents is None:
+        return attend_rows(query_THD, key_TKD, value_TKD, rows)
+    lengths = [stop - start for start, stop in pairwise(documents.borders)]
+    parts = zip(*(part.split(lengths) for part in (query_THD, key_TKD, value_TKD)), strict=True)
+    return torch.cat([attend_rows(query, key, value, 1) for query, key, value in parts])
+
+
+def attend_on_cuda(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rows: int, documents: Documents | None
+) -> Tensor:
+    """PyTorch's variable-length flash attention, for half precisions."""
+    if documents is None:
+        return attend_rows(query_THD, key_TKD, value_TKD, rows)
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert documents.starts is not None, "the documents' borders must have been moved to the device"
+    longest = documents.longest()
+    mixed_THD = varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        documents.starts,
+        documents.starts,
+        longest,
+        longest,
+        window_size=(-1, 0),  # whatever came before, nothing that comes after
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
+    assert isinstance(mixed_THD, Tensor), "nothing else was asked for"
+    return mixed_THD

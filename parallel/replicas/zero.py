@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from triaxis.parallel.layers.gradient import slot_of
 from triaxis.parallel.places.layout import layouts_of
@@ -162,13 +163,14 @@ class ZeroDataParallel:
         def before_forward(_module: nn.Module, _inputs: object) -> None:
             self._gather(unit, units[index + 1] if index + 1 < len(units) and not unit.in_backward else None)
 
-        def after_forward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        def after_forward(_module: nn.Module, _inputs: object, output: object) -> None:
             if unit.in_backward:  # recomputed: the backward pass needs them next
                 return
             for bucket in unit.buckets:
                 bucket.release()
-            if output.requires_grad:
-                output.register_hook(before_backward)
+            for made in tree_leaves(output):  # whichever of them backward reaches first
+                if isinstance(made, Tensor) and made.requires_grad:
+                    made.register_hook(before_backward)
 
         def before_backward(_grad: Tensor) -> None:
             unit.in_backward = True

@@ -70,7 +70,7 @@ def batches(count: int, size: int) -> list[Batch]:
             tokens_BL=row[:, :-1].contiguous(),
             labels_BL=row[:, 1:].contiguous(),
             positions_BL=positions,
-            documents_BL=None,
+            documents=None,
         )
         for row in tokens
     ]

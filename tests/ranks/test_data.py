@@ -251,11 +251,11 @@ def test_evaluation_counts_every_row_once(data_size: int, microbatch_size: int) 
 def test_a_batch_of_rows_with_and_without_borders() -> None:
     source = stream([3, 2, 6], 4)
     batch = loader(source, global_batch=3, microbatch_size=3).eval_batches()[0]
-    assert batch.documents_BL is not None and batch.documents_BL.tolist()[2] == [0, 0, 0, 0]
+    assert batch.documents is not None and batch.documents.borders[-2:] == (8, 12)
     assert batch.tokens_BL.dtype == batch.labels_BL.dtype == batch.positions_BL.dtype == torch.int64
     assert batch.trained_tokens() == 3 + 3 + 2
-    assert batch.to(torch.device("meta")).documents_BL is not None
-    assert loader(numbered(4)).eval_batches()[0].documents_BL is None
+    assert batch.to(torch.device("meta")).documents == batch.documents
+    assert loader(numbered(4)).eval_batches()[0].documents is None
 
 
 @pytest.mark.parametrize(("vocab_size", "row", "position"), [(13, 0, 3), (21, 1, 0)])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triaxis.models.batch import IGNORED, Batch
+from triaxis.models.batch import IGNORED, Batch, Inputs
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.fields import PositionKind, dense_model, fields_of, with_fields
@@ -19,6 +19,7 @@ from triaxis.models.kinds import ActivationKind
 from triaxis.models.positions import Rope
 from triaxis.models.rotary import rotary_tables
 from triaxis.parallel.kernels.activation import plain_swiglu, swiglu, swiglu_keeping_sigmoid
+from triaxis.parallel.kernels.attention import documents_of
 from triaxis.parallel.kernels.norm import fused_rms_norm, rms_norm
 from triaxis.parallel.kernels.rotary import rotate_
 from triaxis.parallel.layers.build import Build
@@ -91,13 +92,13 @@ def make_batch(
         tokens_BL=torch.randint(config.vocab_size, (rows, length), generator=generator),
         labels_BL=labels_BL,
         positions_BL=positions_BL,
-        documents_BL=documents,
+        documents=None if documents is None else documents_of(documents),
     )
 
 
 def run_step(stage: Stage, batch: Batch) -> Tensor:
     scale = torch.tensor(1 / batch.trained_tokens(), dtype=next(stage.parameters()).dtype)
-    loss: Tensor = stage(None, batch, scale)
+    loss: Tensor = stage(None, Inputs(batch=batch, token_scale=scale, row_scale=1.0)).loss
     loss.backward()
     return loss.detach()
 
@@ -271,7 +272,7 @@ def test_packed_documents_do_not_see_each_other(
         tokens_BL=batch.tokens_BL[:, 12:],
         labels_BL=batch.labels_BL[:, 12:],
         positions_BL=batch.positions_BL[:, 12:],
-        documents_BL=None,
+        documents=None,
     )
 
     def logits(world: World) -> list[Tensor]:
@@ -335,7 +336,8 @@ def test_stages_make_the_model(name: str) -> None:
         first = make_stage(world, config, part={"layers": range(1), "last": False})
         last = make_stage(world, config, part={"layers": range(1, 2), "first": False})
         scale = torch.tensor(1 / batch.trained_tokens(), dtype=torch.float64)
-        return last(first(None, batch, scale), batch, scale)  # type: ignore[no-any-return]
+        inputs = Inputs(batch=batch, token_scale=scale, row_scale=1.0)
+        return last(first(None, inputs).hidden, inputs).loss  # type: ignore[no-any-return]
 
     assert torch.equal(run_threads(1, chain)[0].detach(), expected)
 

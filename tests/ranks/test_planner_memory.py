@@ -14,7 +14,7 @@ from triaxis.launch.planner.layout import INTERNEVO_FSDP, MEGATRON_TE, TRIAXIS, 
 from triaxis.launch.planner.memory import layer_activations, layers_in_flight, memory, state_bytes
 from triaxis.launch.planner.memory_tables import ENGINES
 from triaxis.launch.planner.shapes import Shape, shape_of
-from triaxis.models.attention import SequenceContext
+from triaxis.models.batch import Batch, Inputs, SequenceContext
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import dense_model
 from triaxis.models.parts import build_part
@@ -63,7 +63,10 @@ def kept_by_block(model: ModelConfig, tp: int, sequence_parallel: bool) -> int:
             torch.nn.init.normal_(parameter, std=0.02)
         weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         tokens = 2 * 128
-        context = SequenceContext(batch=2, length=128, cos_T1E=None, sin_T1E=None, mask_B1LL=None)
+        ids = torch.zeros(2, 128, dtype=torch.int64)
+        batch = Batch(tokens_BL=ids, labels_BL=ids, positions_BL=ids, documents=None)
+        inputs = Inputs(batch=batch, token_scale=torch.ones(()), row_scale=1.0)
+        context = SequenceContext(inputs=inputs, cos_T1E=None, sin_T1E=None)
         hidden = torch.randn(
             tokens // (tp if sequence_parallel else 1), model.hidden_size, dtype=torch.bfloat16
         ).requires_grad_()

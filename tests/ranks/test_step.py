@@ -14,6 +14,7 @@ from tests.agreement import LENGTH, MODEL, sequences
 from triaxis.engine.plan import StepPlan, UpdateRule
 from triaxis.engine.step import StepResult, TrainingStep, build_stages, stage_layers
 from triaxis.models.batch import IGNORED, Batch
+from triaxis.parallel.kernels.attention import Documents
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -133,7 +134,7 @@ def test_microbatches_are_weighted_by_their_tokens(dp: int) -> None:  # B15
         labels_BL[:, :trained] = 1
         tokens_BL, positions_BL = torch.ones(1, 100, dtype=torch.int64), torch.arange(100)[None]
         rows.append(
-            Batch(tokens_BL=tokens_BL, labels_BL=labels_BL, positions_BL=positions_BL, documents_BL=None)
+            Batch(tokens_BL=tokens_BL, labels_BL=labels_BL, positions_BL=positions_BL, documents=None)
         )
 
     def main(world: World) -> float:
@@ -166,14 +167,15 @@ def test_stages_hold_every_layer_once(layers: int, pp: int) -> None:  # B45
 
 def in_one(rows: Sequence[Batch]) -> Batch:
     """The rows as one microbatch."""
-    documents = [
-        torch.zeros_like(row.tokens_BL) if row.documents_BL is None else row.documents_BL for row in rows
-    ]
+    borders = {0}
+    for number, row in enumerate(rows):
+        own = (0, LENGTH) if row.documents is None else row.documents.borders
+        borders |= {number * LENGTH + border for border in own}
     return Batch(
         tokens_BL=torch.cat([row.tokens_BL for row in rows]),
         labels_BL=torch.cat([row.labels_BL for row in rows]),
         positions_BL=torch.cat([row.positions_BL for row in rows]),
-        documents_BL=torch.cat(documents),
+        documents=Documents(borders=tuple(sorted(borders))),
     )
 
 

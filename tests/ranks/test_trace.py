@@ -24,8 +24,8 @@ from tests.mutations import Case, draw_case, resolve
 from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.engine.step import TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
-from triaxis.engine.trace.rank import record_step, trace_rank
-from triaxis.models.batch import Batch
+from triaxis.engine.trace.rank import imagined_batches, record_step, trace_rank
+from triaxis.models.batch import Batch, Inputs
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.program import SETUP, Cluster, Communicate, MemoryKind, Program, Wait
 from triaxis.parallel.programs.proof import prove
@@ -111,11 +111,8 @@ def real_batches(case: Case, replica: int) -> list[Batch]:
     plan = case.plan
     rows = sequences(replica, plan.microbatches, plan.model.vocab_size)
     assert plan.microbatch_size == 1 and plan.sequence_length == rows[0].tokens_BL.shape[1]
-    documents = torch.zeros_like(rows[0].tokens_BL)
-    return [
-        replace(row, documents_BL=(documents + row.positions_BL.eq(0).cumsum(1)) if case.documents else None)
-        for row in rows
-    ]
+    documents = imagined_batches(plan, case.documents)[0].documents
+    return [replace(row, documents=documents) for row in rows]
 
 
 def record(case: Case, world: World) -> Program:
@@ -263,7 +260,8 @@ def test_activations_are_what_autograd_saves() -> None:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = step.stages[0](None, batch, step.scale)
+            inputs = Inputs(batch=batch, token_scale=step.scale, row_scale=1.0)
+            loss = step.stages[0](None, inputs).loss
         saved.pop(loss.untyped_storage().data_ptr(), None)
         return sum(saved.values())
 
