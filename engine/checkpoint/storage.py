@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from triaxis.engine.checkpoint.assignment import DTYPE_NAMES, DTYPES, item_bytes, item_data
 from triaxis.engine.checkpoint.manifest import (
     ChunkRecord,
     FileRecord,
@@ -45,7 +46,6 @@ from triaxis.engine.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from triaxis.engine.checkpoint.planner import DTYPE_NAMES, DTYPES, item_bytes, item_data
 
 HEADER_ALIGNMENT_BYTES = 64
 READ_BYTES = 1 << 24

@@ -21,7 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from triaxis.engine.checkpoint.agreement import gather_json, send_json
+from triaxis.engine.checkpoint.assignment import (
+    StateLoadPlanner,
+    StatePlanner,
+    mismatches,
+    plan_from_json,
+    plan_to_json,
+)
 from triaxis.engine.checkpoint.folder import (
     BEST,
     FOLDER,
@@ -40,16 +46,10 @@ from triaxis.engine.checkpoint.manifest import (
     check_files,
     damaged,
 )
-from triaxis.engine.checkpoint.planner import (
-    StateLoadPlanner,
-    StatePlanner,
-    mismatches,
-    plan_from_json,
-    plan_to_json,
-)
 from triaxis.engine.checkpoint.states import held_states
 from triaxis.engine.checkpoint.storage import ShardReader, ShardWriter, results_of
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.worlds.agreement import gather_json, send_json
 
 __all__ = ["CheckpointError", "CheckpointStore", "RunState", "SaveError", "complete_checkpoints"]
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from triaxis.engine.checkpoint.folder import FOLDER, begin_folder, checkpoints_at, leftovers_at, place_folder
-from triaxis.engine.checkpoint.manifest import check_files
-from triaxis.engine.checkpoint.planner import (
+from triaxis.engine.checkpoint.assignment import (
     DTYPES,
     StateLoadPlanner,
     StatePlanner,
@@ -23,6 +21,8 @@ from triaxis.engine.checkpoint.planner import (
     metadata_of,
     write_item,
 )
+from triaxis.engine.checkpoint.folder import FOLDER, begin_folder, checkpoints_at, leftovers_at, place_folder
+from triaxis.engine.checkpoint.manifest import check_files
 from triaxis.engine.checkpoint.rectangles import CHUNK_ELEMENTS, cut_rectangles
 from triaxis.engine.checkpoint.states import HeldTensor
 from triaxis.engine.checkpoint.storage import ShardReader, ShardWriter, results_of

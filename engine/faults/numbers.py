@@ -7,9 +7,9 @@ from typing import cast
 
 import torch
 
-from triaxis.engine.checkpoint.agreement import gather_json
 from triaxis.engine.run.saving import Counters
 from triaxis.engine.step import StepResult, TrainingStep
+from triaxis.parallel.worlds.agreement import gather_json
 
 MOST_SKIPPED_IN_A_ROW = 10
 RANKS_NAMED = 8

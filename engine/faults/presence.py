@@ -66,6 +66,6 @@ def clear_presence(directory: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def machine() -> str:
+def process_name() -> str:
     """This process as a person finds it: `process 1234 on node7`."""
     return f"process {os.getpid()} on {socket.gethostname()}"

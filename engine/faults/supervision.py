@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.watchdog import Watchdog
 from triaxis.engine.step import TrainingStep
@@ -59,10 +57,3 @@ class Supervision:
             failure=self.failure or directory / f".failure-{self.run}",
         ) as watchdog:
             yield watchdog
-
-
-def agree(mesh: Mesh, *values: int) -> list[int]:
-    """The largest of each value over all ranks: what is decided, is decided by all. Collective, one small message."""
-    agreed = torch.tensor(values, dtype=torch.int32, device=mesh.world.device)
-    mesh.everyone.all_reduce(agreed, largest=True)
-    return agreed.tolist()

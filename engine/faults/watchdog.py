@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from triaxis.engine.faults.presence import Presence, is_dead, machine
+from triaxis.engine.faults.presence import Presence, is_dead, process_name
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.worlds.failure import INSIDE
 from triaxis.parallel.worlds.mesh import Mesh
@@ -126,7 +126,7 @@ class Watchdog:
         rank = self._presence.rank
         where = self._whereabouts()
         lines = [
-            f"{self._named(rank)}, {machine()}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            f"{self._named(rank)}, {process_name()}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
             f"no progress for {still_seconds:.1f} s at {self._position()}",
             where,
             "last operation by group:",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SAVE_STEPS = 500
 DEFAULT_SAVE_MINUTES = 30.0
-ROOM = 2
+CHECKPOINTS_AT_ONCE = 2
 MEGA = 1e6
 
 
@@ -86,7 +86,7 @@ class Saver:
         store, self._opened = self._open_store(), True
         if self._training.mesh.world.rank == 0:
             free = shutil.disk_usage(directory).free
-            if free < ROOM * store.size_bytes:
+            if free < CHECKPOINTS_AT_ONCE * store.size_bytes:
                 self._say(
                     f"warning: a checkpoint takes {store.size_bytes / MEGA:,.0f} MB, and {directory} has only "
                     f"{free / MEGA:,.0f} MB free for old and new; free some, or choose another --output-dir"

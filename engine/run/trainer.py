@@ -22,7 +22,7 @@ from triaxis.engine.config import (
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
 from triaxis.engine.faults.numbers import judge, most_norm
-from triaxis.engine.faults.supervision import Supervision, Watch, agree
+from triaxis.engine.faults.supervision import Supervision, Watch
 from triaxis.engine.plan import step_plan
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.run.peak import peak_memory_bytes
@@ -32,6 +32,7 @@ from triaxis.engine.run.rates import Rates
 from triaxis.engine.run.restore import restore, stored_row
 from triaxis.engine.run.saving import Counters, Saver
 from triaxis.engine.step import TrainingStep, stage_layers
+from triaxis.parallel.worlds.agreement import agree
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import Mesh, build_mesh
 

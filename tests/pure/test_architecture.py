@@ -57,7 +57,7 @@ DISTRIBUTED = {
     "parallel/worlds/process_group.py",
     "parallel/replicas/fsdp.py",
     "parallel/worlds/mesh.py",
-    "engine/checkpoint/planner.py",
+    "engine/checkpoint/assignment.py",
     "engine/checkpoint/storage.py",
     "engine/checkpoint/stored.py",
 }

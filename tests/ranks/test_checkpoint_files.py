@@ -20,13 +20,13 @@ from torch import Tensor
 from tests.agreement import MODEL, Layout
 from tests.checkpointing import flip_a_byte, load_newest, on_ranks, open_step, save_steps, state_at, train
 from triaxis.engine.checkpoint import storage
+from triaxis.engine.checkpoint.assignment import share_out, write_item
 from triaxis.engine.checkpoint.folder import (
     FOLDER,
     MANIFEST,
     complete_checkpoints,
 )
 from triaxis.engine.checkpoint.manifest import read_manifest
-from triaxis.engine.checkpoint.planner import share_out, write_item
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.checkpoint.states import held_states
 from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore

@@ -19,11 +19,11 @@ import pytest
 from tests.agreement import MODEL, Layout
 from tests.checkpointing import LAYOUT, load_newest, on_ranks, open_step, save_steps, state_at, train
 from triaxis.engine.checkpoint import storage
+from triaxis.engine.checkpoint.assignment import StatePlanner
 from triaxis.engine.checkpoint.folder import (
     FOLDER,
     complete_checkpoints,
 )
-from triaxis.engine.checkpoint.planner import StatePlanner
 from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.checkpoint import main

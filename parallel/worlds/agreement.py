@@ -1,4 +1,4 @@
-"""What ranks tell each other about a checkpoint: small values, as JSON, over a group."""
+"""What ranks tell each other in small: values as JSON over a group, and whole numbers of which the largest counts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import torch
 
 from triaxis.parallel.worlds.group import Group
+from triaxis.parallel.worlds.mesh import Mesh
 
 Json = object
 
@@ -26,3 +27,10 @@ def gather_json(group: Group, value: Json, device: torch.device) -> list[Json]:
 def send_json(group: Group, value: Json, device: torch.device) -> Json:
     """R of member 0: its value, on every member. Collective on the group."""
     return gather_json(group, value if group.rank == 0 else None, device)[0]
+
+
+def agree(mesh: Mesh, *values: int) -> list[int]:
+    """The largest of each value over all ranks: what is decided, is decided by all. Collective, one small message."""
+    agreed = torch.tensor(values, dtype=torch.int32, device=mesh.world.device)
+    mesh.everyone.all_reduce(agreed, largest=True)
+    return agreed.tolist()

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from triaxis.engine.checkpoint.agreement import Json
 from triaxis.engine.checkpoint.states import HeldTensor
+from triaxis.parallel.worlds.agreement import Json
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}  # as safetensors names them
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
