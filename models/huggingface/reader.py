@@ -1,0 +1,155 @@
+"""Reads a folder of safetensors by slices: each rank reads the rectangles that it holds, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from triaxis.models.huggingface.places import Place, Places, Shape
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHOWN = 20
+
+
+class ImportRefused(ValueError):
+    """A checkpoint that cannot be read as this model; the message lists everything that is wrong."""
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face checkpoint, in one file or in several with an index. Files are mapped, not read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file_of = _files(folder)
+        self._open: dict[str, Any] = {}
+
+    def _file(self, name: str) -> Any:  # noqa: ANN401  (safetensors is untyped)
+        file = self.file_of[name]
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ImportRefused(
+                    f"`{self.folder / file}` must be a safetensors file, but cannot be read: {error}; "
+                    "fetch it again, or remove it and its line in the index"
+                ) from error
+        return self._open[file]
+
+    def shapes(self) -> dict[str, Shape]:
+        """Every tensor's shape, out of the files' headers."""
+        found = {}
+        for name in self.file_of:
+            file = self._file(name)
+            try:
+                found[name] = tuple(file.get_slice(name).get_shape())
+            except SafetensorError as error:
+                raise ImportRefused(
+                    f"`{self.folder / self.file_of[name]}` must hold {name}, as the index says, but does not: {error}"
+                ) from error
+        return found
+
+    def read(self, name: str, index: tuple[slice | int, ...]) -> Tensor:
+        """A part of a tensor."""
+        whole = self._file(name).get_slice(name)
+        part: Tensor = whole[index] if index else self._file(name).get_tensor(name)
+        return part
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The file that holds each tensor."""
+    if (folder / INDEX).is_file():
+        try:
+            table = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ImportRefused(
+                f"`{folder / INDEX}` must be JSON with a `weight_map`, but is not: {error}"
+            ) from error
+        outside = [file for file in table.values() if Path(file).name != file]
+        absent = sorted({file for file in table.values() if not (folder / file).is_file()} - set(outside))
+        if outside or absent:
+            raise ImportRefused(
+                f"`{folder / INDEX}` must name files beside it, but {', '.join(sorted({*outside, *absent}))} is none; "
+                "fetch the whole checkpoint"
+            )
+        return dict(table)
+    if (folder / SINGLE).is_file():
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    hint = f"; {pickled[0]} is pickled and can run code: save it anew with save_pretrained" if pickled else ""
+    raise ImportRefused(f"`{folder}` must hold {SINGLE} or {INDEX}, but has neither{hint}")
+
+
+class HubWeights:
+    """A model's weights by our names, read from a Hugging Face checkpoint. Making it checks that nothing is missing.
+
+    ignored: their names that carry nothing (masks, rotary tables), as whole patterns
+    tied: (head, embedding) of theirs where the head is the embedding; a head that is there must be equal
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        places: Places,
+        *,
+        ignored: Sequence[str] = (),
+        tied: tuple[str, str] | None = None,
+    ) -> None:
+        self._files, self._places = SafetensorsFolder(folder), places
+        there = self._files.shapes()
+        if tied is not None and tied[0] in there:
+            self._check_tied(*tied)
+            del there[tied[0]]
+        faults = compare_shapes(places.shapes, there, ignored)
+        if faults:
+            more = [f"… and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+            raise ImportRefused(
+                "\n".join([f"{folder} is not a checkpoint of this model:", *faults[:SHOWN], *more])
+            )
+
+    def _check_tied(self, head: str, embedding: str) -> None:
+        if embedding in self._files.file_of and not torch.equal(
+            self._files.read(head, ()), self._files.read(embedding, ())
+        ):
+            raise ImportRefused(
+                f"{head} must equal {embedding}, since config.json says `tie_word_embeddings`, but differs; "
+                "set `tie_word_embeddings` to false in config.json, or export the checkpoint again"
+            )
+
+    def read(self, name: str, offsets: Shape, sizes: Shape) -> Tensor:
+        """A rectangle of one of our tensors, in the dtype of the file."""
+        place = self._places.of[name]
+        return read_place(self._files, place, offsets, sizes)
+
+
+def read_place(files: SafetensorsFolder, place: Place, offsets: Shape, sizes: Shape) -> Tensor:
+    """The rectangle of ours that lies at `place`."""
+    part = files.read(place.name, place.index(offsets, sizes))
+    return part.t() if place.transposed else part
+
+
+def compare_shapes(
+    expected: Mapping[str, Shape], there: Mapping[str, Shape], ignored: Sequence[str] = ()
+) -> list[str]:
+    """What is missing, not expected, or of another shape, a line each."""
+    from fnmatch import fnmatchcase
+
+    faults = [
+        f"  {name} must have shape {list(shape)}, but has {list(there[name])}"
+        for name, shape in expected.items()
+        if name in there and there[name] != shape
+    ]
+    extra = [name for name in there if name not in expected]
+    extra = [name for name in extra if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+    for name in expected:
+        if name not in there:
+            near = get_close_matches(name, extra, 1)
+            faults.append(f"  {name} is missing" + (f" (there is {near[0]})" if near else ""))
+    return faults + [f"  {name} is not a tensor of this model" for name in extra]

@@ -1,0 +1,77 @@
+"""Writes a model as a folder of safetensors with an index, a file at a time: no more than one file is in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from triaxis.models.huggingface.places import Places, Shape
+from triaxis.models.huggingface.reader import INDEX, SINGLE
+
+FILE_BYTES = 5 * 10**9
+
+Read = Callable[[str, Shape, Shape], Tensor]
+"""A rectangle (offsets, sizes) of one of our tensors."""
+
+
+def their_tensors(
+    places: Places, shapes: dict[str, Shape], read: Read, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Each of their tensors, put together from ours; `shapes` are ours. Theirs come in the order of our first parts."""
+    for name, whole in places.shapes.items():
+        tensor = torch.empty(whole, dtype=dtype)
+        for part in places.parts[name]:
+            place, shape = places.of[part], shapes[part]
+            values = read(part, (0,) * len(shape), shape)
+            tensor[place.index((0,) * len(shape), shape)] = (values.t() if place.transposed else values).to(
+                dtype
+            )
+        yield name, tensor
+
+
+def write_tensors(
+    folder: Path,
+    places: Places,
+    shapes: dict[str, Shape],
+    read: Read,
+    dtype: torch.dtype,
+    file_bytes: int = FILE_BYTES,
+) -> int:
+    """Writes all tensors, `file_bytes` a file at most (a larger tensor has its own); returns the bytes of all."""
+    cuts = _cut([(name, prod(shape) * dtype.itemsize) for name, shape in places.shapes.items()], file_bytes)
+    names = [SINGLE] if len(cuts) == 1 else [_numbered(at, len(cuts)) for at in range(len(cuts))]
+    tensors = their_tensors(places, shapes, read, dtype)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file, members in zip(names, cuts, strict=True):
+        held = {name: next(tensors)[1] for name in members}
+        save_file(held, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(members, file)
+        total += sum(tensor.nbytes for tensor in held.values())
+    if len(cuts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return total
+
+
+def _cut(sizes: list[tuple[str, int]], file_bytes: int) -> list[list[str]]:
+    """Names in order, a list for each file."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes:
+        if files[-1] and filled + size > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def _numbered(at: int, count: int) -> str:
+    return f"model-{at + 1:05}-of-{count:05}.safetensors"
