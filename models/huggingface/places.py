@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """A whole model's tensors, ours and theirs. of: by our names; shapes: of theirs; parts: our names in each of theirs."""
+    """A whole model's tensors. of: by our names; shapes: of theirs; parts: our names in each of theirs."""
 
     of: Mapping[str, Place]
     shapes: Mapping[str, Shape]

@@ -1,0 +1,352 @@
+"""Models of `transformers` in and out: logits, loss, gradients, and every tensor bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from triaxis.models.batch import IGNORED, Batch
+from triaxis.models.builder import Stage, build_model
+from triaxis.models.config import ModelConfig
+from triaxis.models.huggingface.families import CONFIG, model_of, read_config
+from triaxis.models.huggingface.fields import Unsupported
+from triaxis.models.huggingface.folder import export, open_weights
+from triaxis.models.huggingface.reader import ImportRefused
+from triaxis.models.weights import filler, whole_shapes
+from triaxis.parallel.layers.build import Build
+from triaxis.parallel.places.layout import named_layouts
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import build_mesh
+from triaxis.parallel.worlds.thread import run_threads
+
+LLAMA = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+GPT2 = {
+    "vocab_size": 101,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama3.2": ("Llama", LLAMA | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen2-tied": ("Qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen2.5-yarn": ("Qwen2", LLAMA | {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
+    "phi3": ("Phi3", LLAMA | {"pad_token_id": 0, "sliding_window": None}),
+    "gpt2": ("GPT2", GPT2),
+}
+FAMILY_CASES = ["llama3.2", "mistral", "qwen2", "qwen3", "phi3", "gpt2"]
+
+
+def make(case: str, folder: Path) -> nn.Module:
+    """A random model of transformers, saved in `folder`; norms and biases are random too, or an exchange would hide."""
+    name, fields = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**fields)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1.0, 0.2)
+    model.save_pretrained(folder)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def batch_of(model: ModelConfig) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    tokens_BL = torch.randint(model.vocab_size, (2, 16), generator=generator)
+    labels_BL = tokens_BL.roll(-1, dims=1)
+    labels_BL[:, -1] = IGNORED
+    labels_BL[0, :5] = IGNORED
+    return Batch(
+        tokens_BL=tokens_BL,
+        labels_BL=labels_BL,
+        positions_BL=torch.arange(16).repeat(2, 1),
+        documents_BL=None,
+    )
+
+
+def read_model(folder: Path) -> ModelConfig:
+    return model_of(read_config(folder / CONFIG), str(folder / CONFIG))
+
+
+def loaded(world: World, folder: Path, *, sequence_parallel: bool = False) -> Stage:
+    model = read_model(folder)
+    build = Build.on(build_mesh(world, Topology(tp=world.size)), sequence_parallel=sequence_parallel)
+    stage = build_model(model, build)
+    fill = filler(open_weights(folder, model))
+    for parameter in stage.parameters():
+        fill(parameter)
+    return stage
+
+
+def pieces(stage: Stage, gradients: bool) -> list[tuple[Any, Tensor]]:
+    return [
+        (layout, ((p.grad if gradients else p.data).view(-1)[first : first + layout.elements]).clone())
+        for p, layout, first in named_layouts(stage)
+    ]
+
+
+def their_gradients(theirs: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, mean loss, and gradients as a saved checkpoint would name and shape them."""
+    logits = theirs(input_ids=batch.tokens_BL).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels_BL.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return logits.detach(), loss.detach(), {n: p.grad for n, p in theirs.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_are_theirs(case: str, tmp_path: Path) -> None:
+    theirs = make(case, tmp_path)
+    (stage,) = run_threads(1, lambda world: loaded(world, tmp_path))
+    model = read_model(tmp_path)
+    batch = batch_of(model)
+    logits, loss, gradients = their_gradients(theirs, batch)
+    torch.testing.assert_close(stage.logits(None, batch).view(logits.shape), logits, rtol=0, atol=1e-5)
+    scale = torch.tensor(1 / batch.trained_tokens(), dtype=torch.float64)
+    ours = loss_of(stage, batch, scale)
+    ours.backward()
+    assert abs(float(ours.detach()) - float(loss)) <= 1e-5 * float(loss)
+    holder = tmp_path / "gradients"
+    holder.mkdir()
+    (holder / CONFIG).write_text((tmp_path / CONFIG).read_text())
+    save_file({n: g.contiguous() for n, g in gradients.items()}, holder / "model.safetensors")
+    expected = open_weights(holder, model)
+    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    for layout, gradient in pieces(stage, gradients=True):
+        whole = expected.read(layout.name, (0,) * len(layout.shape), layout.shape)
+        difference = float((gradient.view(layout.shape) - whole).norm())
+        assert difference <= max(1e-4 * float(whole.norm()), 1e-7 * norm), layout.name
+
+
+def loss_of(stage: Stage, batch: Batch, scale: Tensor) -> Tensor:
+    loss: Tensor = stage(None, batch, scale)
+    return loss
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_each_rank_reads_its_own_slices(case: str, tp: int, sequence_parallel: bool, tmp_path: Path) -> None:
+    theirs = make(case, tmp_path)
+    batch = batch_of(read_model(tmp_path))
+
+    def main(world: World) -> Tensor:
+        return loaded(world, tmp_path, sequence_parallel=sequence_parallel).logits(None, batch)
+
+    logits = theirs(input_ids=batch.tokens_BL).logits
+    for found in run_threads(tp, main):
+        torch.testing.assert_close(found.reshape(logits.shape), logits, rtol=0, atol=1e-5)
+
+
+def whole(stage: Stage) -> dict[str, Tensor]:
+    return {layout.name: piece.view(layout.shape) for layout, piece in pieces(stage, gradients=False)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_round_trip_gives_back_every_tensor(case: str, tmp_path: Path) -> None:
+    theirs = make(case, tmp_path / "in")
+    (stage,) = run_threads(1, lambda world: loaded(world, tmp_path / "in"))
+    tensors = whole(stage)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    done = export(
+        tmp_path / "out",
+        read_model(tmp_path / "in"),
+        lambda name, offsets, sizes: tensors[name][
+            tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        ],
+        dtype=torch.float32,
+        source=tmp_path / "in",
+        file_bytes=20_000,
+    )
+    assert done.carried == ("generation_config.json", "tokenizer.json")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    back, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = dict(theirs.state_dict())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
+    (again,) = run_threads(1, lambda world: loaded(world, tmp_path / "out"))
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in whole(again).items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_from_scratch_is_said_by_a_family(case: str, tmp_path: Path) -> None:
+    theirs = make(case, tmp_path / "in")
+    (stage,) = run_threads(1, lambda world: loaded(world, tmp_path / "in"))
+    tensors = whole(stage)
+    model = read_model(tmp_path / "in")
+    export(tmp_path / "out", model, lambda name, offsets, sizes: tensors[name], dtype=torch.float32)
+    batch = batch_of(model)
+    back, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.testing.assert_close(
+        back(input_ids=batch.tokens_BL).logits, theirs(input_ids=batch.tokens_BL).logits, rtol=0, atol=1e-5
+    )
+
+
+def edit(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+EXCHANGES = {
+    "gate and up": ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    "k and v": ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"),
+    "norms": ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"),
+}
+
+
+@pytest.mark.parametrize("pair", EXCHANGES)
+def test_a_planted_exchange_is_seen(pair: str, tmp_path: Path) -> None:
+    theirs = make("llama", tmp_path)
+    batch = batch_of(read_model(tmp_path))
+    logits = theirs(input_ids=batch.tokens_BL).logits
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        one, other = EXCHANGES[pair]
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    edit(tmp_path, change)
+    (stage,) = run_threads(1, lambda world: loaded(world, tmp_path))
+    assert (stage.logits(None, batch).view(logits.shape) - logits).abs().max() > 1e-3
+
+
+def refused(folder: Path) -> str:
+    model = read_model(folder)
+    with pytest.raises(ImportRefused) as caught:
+        open_weights(folder, model)
+    return str(caught.value)
+
+
+def test_everything_that_does_not_fit_is_listed(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.gate_prej.weight"] = tensors.pop("model.layers.0.mlp.gate_proj.weight")
+        tensors["model.norm.weight"] = torch.ones(31)
+        tensors["model.layers.7.input_layernorm.weight"] = torch.ones(32)
+
+    edit(tmp_path, change)
+    told = refused(tmp_path)
+    assert (
+        "model.layers.0.mlp.gate_proj.weight is missing (there is model.layers.0.mlp.gate_prej.weight)"
+        in told
+    )
+    assert "model.norm.weight must have shape [32], but has [31]" in told
+    assert "model.layers.7.input_layernorm.weight is not a tensor of this model" in told
+
+
+def test_a_stale_tied_head_is_refused(tmp_path: Path) -> None:
+    make("qwen2-tied", tmp_path)
+    edit(
+        tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    )
+    assert "lm_head.weight must equal model.embed_tokens.weight" in refused(tmp_path)
+    edit(
+        tmp_path,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+    )
+    assert open_weights(tmp_path, read_model(tmp_path))
+
+
+def test_names_without_their_prefix_are_read(tmp_path: Path) -> None:
+    make("gpt2", tmp_path)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # a mask: carries nothing
+
+    edit(tmp_path, change)
+    assert open_weights(tmp_path, read_model(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "relu"}, "`hidden_act` is 'relu', which is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "`rope_parameters` is"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "sine": 1}}, "has `sine`"),
+        ({"model_type": "bloom"}, "`model_type` must be one of llama, qwen2"),
+        ({"num_hidden_layers": "two"}, "`num_hidden_layers` must be a whole number"),
+        ({"tie_word_embeddings": 1}, "`tie_word_embeddings` must be true or false"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    changes: Mapping[str, Any], words: str, tmp_path: Path
+) -> None:
+    make("llama", tmp_path)
+    values = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(values | changes))
+    with pytest.raises((Unsupported, ValueError)) as caught:
+        read_model(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_old_names_of_rotary_fields_are_read(tmp_path: Path) -> None:
+    make("qwen2.5-yarn", tmp_path)
+    values = json.loads((tmp_path / CONFIG).read_text())
+    new = read_model(tmp_path)
+    told = dict(values.pop("rope_parameters"))
+    values |= {"rope_theta": told.pop("rope_theta")}
+    values["rope_scaling"] = {**told, "type": told.pop("rope_type")} | {}
+    values["rope_scaling"].pop("rope_type", None)
+    (tmp_path / CONFIG).write_text(json.dumps(values))
+    assert read_model(tmp_path) == new
+
+
+def test_pickled_weights_and_missing_files_are_refused(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "is pickled and can run code" in refused(tmp_path)
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "must name files beside it, but ../elsewhere.safetensors" in refused(tmp_path)
+
+
+def test_shapes_come_without_allocating(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    model = read_model(tmp_path)
+    shapes = whole_shapes(model)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == model.parameters()
