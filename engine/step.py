@@ -65,8 +65,8 @@ class _Chunk:
         rows = step.plan.microbatch_size * len(step.batches) * step.mesh.dp.size
         inputs = Inputs(batch=step.batches[microbatch], token_scale=step.scale, row_scale=1 / rows)
         output: Output = self._stage(hidden, inputs)
-        if output.auxiliary is not None:
-            step.auxiliary.append(output.auxiliary)
+        if output.auxiliary is not None and step.auxiliary is not None:
+            step.auxiliary.add_(output.auxiliary)
         return output.passed_on()
 
     def before_backward(self, microbatch: int) -> None:
@@ -158,8 +158,7 @@ class TrainingStep:
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage
-        self.auxiliary: list[Tensor] = []  # losses of this rank's layers, as far as the step has come
-        self.auxiliary_loss: Tensor | None = None  # of the latest step, all ranks' layers
+        self.auxiliary: Tensor | None = None  # the losses of this rank's layers, as far as the step has come
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
@@ -183,7 +182,7 @@ class TrainingStep:
 
         With `skip_bad`, no update where loss or norm is not finite, or the norm is above `most_norm`.
         """
-        loss, squared_norm, tokens = self.accumulate(batches)
+        loss, squared_norm, tokens, auxiliary = self.accumulate(batches)
         norm = squared_norm.sqrt()
         coefficient = torch.ones_like(norm)
         if self.plan.max_grad_norm > 0:
@@ -200,11 +199,11 @@ class TrainingStep:
             clip_coefficient=float(coefficient),
             trained_tokens=int(tokens),
             skipped=skipped,
-            auxiliary_loss=0.0 if self.auxiliary_loss is None else float(self.auxiliary_loss),
+            auxiliary_loss=0.0 if auxiliary is None else float(auxiliary),
         )
 
-    def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a global batch, reduced; its loss, squared gradient norm and trained tokens (scalars)."""
+    def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Reduced gradients of a global batch; its loss, squared norm, trained tokens, layers' own losses (scalars)."""
         self.data_parallel.start_step()
         tokens = self._set_batches(batches)
         self.losses = losses = self.pipeline.run()
@@ -215,17 +214,17 @@ class TrainingStep:
         if losses and self.mesh.tp.rank == 0:
             sums[0] = torch.stack(losses).double().sum()
         sums[1] = self.data_parallel.squared_norm()
-        if self.auxiliary and (self.mesh.tp.rank == 0 or self.plan.sequence_parallel):
-            sums[2] = torch.stack(self.auxiliary).double().sum()
+        if self.auxiliary is not None and (self.mesh.tp.rank == 0 or self.plan.sequence_parallel):
+            sums[2] = self.auxiliary
+        self.auxiliary = None
         self.mesh.everyone.all_reduce(sums)
-        self.auxiliary_loss = sums[2] if own else None
-        return sums[0], sums[1], tokens
+        return sums[0], sums[1], tokens, sums[2] if own else None
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Mean loss over the batches' trained tokens on all ranks, and how many tokens those are."""
         tokens = self._set_batches(batches)
         losses = self.pipeline.run_forward(len(batches))
-        self.batches = ()
+        self.batches, self.auxiliary = (), None
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         if losses and self.mesh.tp.rank == 0:
             total += torch.stack(losses).double().sum()
@@ -236,7 +235,8 @@ class TrainingStep:
         """Takes the batches and agrees on the scale: one over the global batch's trained tokens."""
         device = self.mesh.world.device
         self.batches = [batch.to(device) for batch in batches]
-        self.auxiliary = []
+        if self.plan.model.has_losses():
+            self.auxiliary = torch.zeros((), dtype=torch.float64, device=device)
         tokens = torch.zeros((), dtype=torch.int64, device=device)
         if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
             tokens += sum(batch.trained_tokens() for batch in batches)

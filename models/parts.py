@@ -14,5 +14,10 @@ from triaxis.parallel.layers.build import Build
 def build_part(kind: Kind, model: ModelConfig, build: Build, name: str) -> nn.Module:
     """The module of a layer or of a part of it; `name` is what its parameters' names begin with."""
     path, _, attribute = kind.module.partition(":")
-    part: nn.Module = getattr(import_module(path), attribute)(kind, model, build, name)
+    make = getattr(import_module(path), attribute, None)
+    if make is None:
+        raise ValueError(
+            f'`module` of {type(kind).__name__} must be "package.module:Class", but {path} has no {attribute}'
+        )
+    part: nn.Module = make(kind, model, build, name)
     return part
