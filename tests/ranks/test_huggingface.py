@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from triaxis.models.batch import IGNORED, Batch
+from triaxis.models.batch import IGNORED, Batch, Inputs
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import CONFIG, model_of, read_config
@@ -97,7 +97,7 @@ def batch_of(model: ModelConfig) -> Batch:
         tokens_BL=tokens_BL,
         labels_BL=labels_BL,
         positions_BL=torch.arange(16).repeat(2, 1),
-        documents_BL=None,
+        documents=None,
     )
 
 
@@ -155,7 +155,7 @@ def test_logits_loss_and_gradients_are_theirs(case: str, tmp_path: Path) -> None
 
 
 def loss_of(stage: Stage, batch: Batch, scale: Tensor) -> Tensor:
-    loss: Tensor = stage(None, batch, scale)
+    loss: Tensor = stage(None, Inputs(batch=batch, token_scale=scale, row_scale=1.0)).loss
     return loss
 
 
