@@ -10,7 +10,7 @@ from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunCon
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
 from triaxis.parallel.pipeline.schedule import ScheduleName
-from triaxis.parallel.places.legal_values import divisors, listed, nearest
+from triaxis.parallel.places.legal_values import divisors
 from triaxis.parallel.places.topology import Topology, resolve_topology
 
 DEFAULT_MICROBATCH_SIZE = 4
@@ -36,6 +36,17 @@ _POSITIVE = (
     *("save_steps", "save_minutes", "save_total_limit", "hang_timeout", "spike_factor"),
 )
 _NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed")
+_MOST = {
+    **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "virtual_stages"), 1_000_000),
+    **dict.fromkeys(
+        ("microbatches", "gradient_accumulation_steps", "per_device_train_batch_size"), 1_000_000
+    ),
+    **dict.fromkeys(("timeout_seconds", "hang_timeout", "save_minutes"), 10_000_000),
+    **dict.fromkeys(("steps", "eval_batches", "warmup_steps", "num_train_epochs"), 10**12),
+    "seq": 100_000_000,
+    "global_batch": 1_000_000_000,
+}
+"""Beyond what anybody has run, and still quick to check."""
 _FRACTIONS = ("warmup_ratio", "min_learning_rate_ratio", "adam_beta1", "adam_beta2")
 
 
@@ -98,8 +109,18 @@ def _save_strategy(config: RunConfig) -> SaveStrategy:
 def _save_faults(config: RunConfig) -> list[str]:
     faults = []
     strategy = _save_strategy(config)
+    both = all(getattr(config, name) is not None for name in SAVE_FLAGS)
+    if both and config.save_strategy is None:
+        faults.append(
+            f"`save_steps` and `save_minutes` must not both be given, but are {config.save_steps} and "
+            f"{config.save_minutes:g}; leave one out"
+        )
     for name, needed in SAVE_FLAGS.items():
-        if getattr(config, name) is not None and strategy != needed:
+        if (
+            getattr(config, name) is not None
+            and strategy != needed
+            and not (both and config.save_strategy is None)
+        ):
             faults.append(
                 f"`{name}` must be left out with save_strategy {strategy}, but is {getattr(config, name)}; "
                 f"use --save_strategy {needed}"
@@ -107,7 +128,11 @@ def _save_faults(config: RunConfig) -> list[str]:
     if config.save_best and (config.eval_batches == 0 or config.eval_steps is None):
         faults.append(
             f"`save_best` needs evaluations on the way, but eval_steps is {config.eval_steps} and eval_batches is "
-            f"{config.eval_batches}; give --eval_steps"
+            f"{config.eval_batches}; give "
+            + " and ".join(
+                ["--eval_steps"] * (config.eval_steps is None)
+                + ["--eval_batches"] * (not config.eval_batches)
+            )
         )
     if strategy == SaveStrategy.NO:
         for name in ("save_total_limit", "save_best", "async_save"):
@@ -149,6 +174,10 @@ def _range_faults(config: RunConfig) -> list[str]:
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(config, name) == 1:
             faults.append(f"`{name}` must be less than 1, but is 1")
+    for name, most in _MOST.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            faults.append(f"`{name}` must be at most {most:,}, but is {value:,}")
     if config.zero not in (None, 0, 1, 2, 3):
         faults.append(f"`zero` must be 0, 1, 2 or 3, but is {config.zero}")
     return faults
@@ -167,19 +196,15 @@ def _topology(config: RunConfig, world_size: int, faults: list[str]) -> Topology
     product = math.prod(sizes.values())
     if config.cp == config.ep == 1 and product > world_size:
         named = " × ".join(name for name in sizes if name != "dp" or config.dp is not None)
-        model_ranks = config.tp * config.pp
-        shrink = f"--dp {world_size // model_ranks}, or " if world_size % model_ranks == 0 else ""
-        faults.append(
-            f"{named} = {product} but {world_size} {'process was' if world_size == 1 else 'processes were'} started; "
-            f"use torchrun --nproc-per-node {product}, or {shrink}--threads"
-        )
+        started = "process was" if world_size == 1 else "processes were"
+        faults.append(f"{named} = {product} but {world_size} {started} started")
         return None
     try:
         return resolve_topology(
             world_size=world_size, tp=config.tp, pp=config.pp, cp=1, ep=1, dp=config.dp, order=config.order
         )
-    except ValueError as error:
-        faults.append(str(error))
+    except ValueError as error:  # its remedies know ranks only; engine/advice.py knows every rule
+        faults.append(str(error).partition("; nearest that work")[0])
         return None
 
 
@@ -189,12 +214,12 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
     if interleaved and (config.pp < 2 or virtual_stages < 2):
         faults.append(
             f"`schedule` interleaved needs pp and virtual_stages of at least 2, but pp is {config.pp} and "
-            f"virtual_stages is {virtual_stages}; raise them, or use --schedule 1f1b"
+            f"virtual_stages is {virtual_stages}"
         )
     if not interleaved and virtual_stages > 1:
         faults.append(
-            f"`virtual_stages` must be 1 with schedule {config.schedule}, but is {virtual_stages}; "
-            f"use --schedule interleaved with pp of at least 2"
+            f"`virtual_stages` must be 1 with schedule {config.schedule}, but is {virtual_stages}: only "
+            f"interleaved has more"
         )
     if config.data_parallel == DataParallel.FSDP:
         if config.zero not in (None, 3):
@@ -265,14 +290,9 @@ def _batch(config: RunConfig, dp: int | None, faults: list[str]) -> tuple[int, i
         rule = "equal" if exact else "be a multiple of"
         given = [f"per_device_train_batch_size {size}"] * (size is not None)
         given += [f"microbatches {count}"] * (count is not None)
-        works = (
-            [divisor]
-            if exact
-            else sorted({max(1, total // divisor) * divisor, -(-total // divisor) * divisor})
-        )
         faults.append(
-            f"`global_batch` must {rule} {' × '.join([*given, f'dp {dp}'])} = {divisor}, but is {total}; "
-            f"nearest that work: {listed(works)}" + (", or leave one of the three out" if exact else "")
+            f"`global_batch` must {rule} {' × '.join([*given, f'dp {dp}'])} = {divisor}, but is {total}"
+            + ("; leave one of the three out" if exact else "")
         )
         return size or 1, count or 1, total
     rest = total // divisor
@@ -331,30 +351,26 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
     faults = []
     tp = config.tp
     for cut in (cut for cut in model.cuts() if not cut.allows(tp)):
-        legal = nearest([d for d in divisors(cut.serving or cut.blocks) if cut.allows(d)], tp)
         faults.append(
             f"`tp` must divide the {cut.blocks} {cut.what} of {model.name}"
             + ("" if cut.serving is None else " or be a multiple of them")
-            + f", but is {tp}; nearest that work: {listed(legal)}"
+            + f", but is {tp}"
         )
     chunks = config.pp * virtual_stages
     if chunks > model.layers:
         product = f"pp {config.pp}" + (f" × virtual_stages {virtual_stages}" if virtual_stages > 1 else "")
         faults.append(
             f"`pp` × `virtual_stages` must be at most the {model.layers} layers of {model.name}, but is "
-            f"{product} = {chunks}; use pp of at most {model.layers // virtual_stages}, or fewer virtual stages"
+            f"{product} = {chunks}"
         )
     tokens = config.seq * size
     if config.sp and tokens % tp:
-        step = tp // math.gcd(size, tp)
-        works = sorted({max(1, config.seq // step) * step, (config.seq // step + 1) * step})
         faults.append(
             f"`seq` {config.seq} × per_device_train_batch_size {size} = {tokens} tokens must be a multiple of tp {tp} "
-            f"under --sp; nearest seq that work: {listed(works)}"
+            f"under --sp"
         )
     if config.seq > model.max_positions:
         faults.append(
-            f"`seq` must be at most the {model.max_positions} positions of {model.name}, but is {config.seq}; "
-            f"use --seq {model.max_positions}"
+            f"`seq` must be at most the {model.max_positions} positions of {model.name}, but is {config.seq}"
         )
     return faults

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triaxis.engine.advice import advice
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.launch.command_line import Parser, one_of, whole, within
@@ -169,7 +170,7 @@ def faults_here(config: RunConfig, ranks: int) -> tuple[str, ...]:
     except ConfigError as error:
         elsewhere = tuple(fault for fault in error.faults if fault.startswith(_ELSEWHERE))
         if len(elsewhere) < len(error.faults):
-            raise
+            raise ConfigError((*error.faults, *advice(config, ranks, error.faults))) from error
         return elsewhere
     return ()
 

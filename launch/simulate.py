@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from triaxis.engine.advice import resolve_or_advise
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
-from triaxis.engine.rules import resolve
 from triaxis.launch.command_line import Claim, Parser, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import config_of, train_parser
@@ -102,7 +102,7 @@ def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
             )
         )
     model_parallel = config.tp * config.pp * config.cp
-    return resolve(config, flags.gpus or model_parallel * (config.dp or 1))
+    return resolve_or_advise(config, flags.gpus or model_parallel * (config.dp or 1))
 
 
 def _factors(name: str, given: Sequence[str], world_size: int) -> dict[int, float]:

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from triaxis.engine.advice import bubble_warning, resolve_or_advise
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
-from triaxis.engine.rules import resolve
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
 from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command, speaks
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from triaxis.engine.run.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 
-    for warning in overlap_warnings(os.environ) if launch.rank == 0 else ():
+    warnings_here = [*overlap_warnings(os.environ), *filter(None, (bubble_warning(config, resolved),))]
+    for warning in warnings_here if launch.rank == 0 else ():
         print(warning, file=sys.stderr, flush=True)
     with held or nullcontext():
         if config.simulate:
@@ -72,7 +73,7 @@ def _settle(config: RunConfig, launch: Launch) -> tuple[RunConfig, ResolvedRun]:
         config = start.config
         if config.elastic and start.state is not None:
             config = adapt(config, start.state, world_size)
-    resolved = resolve(config, world_size)
+    resolved = resolve_or_advise(config, world_size)
     if start is not None and start.state is not None:
         check_same_run(start.state, config, resolved)
     return config, resolved

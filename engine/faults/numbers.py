@@ -40,7 +40,7 @@ def judge(result: StepResult, counters: Counters, training: TrainingStep, limit:
         return None
     cause = f"more than {limit:.4g}, see --spike-factor" if finite else _origin(training, result)
     found = f"step {counters.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} ({cause})"
-    way_out = "lower --learning_rate, lengthen --warmup_ratio, or check the data"
+    way_out = "lower --learning_rate, lengthen the warm-up, or check the data"
     if not result.skipped:
         raise FloatingPointError(f"{found}; {way_out}, or use --on-nan skip")
     counters.skipped_steps += 1
