@@ -47,6 +47,8 @@ class RunConfig:
     """The flags of `triaxis.launch.train`, as given; `None` is "follows from the others" (see engine/rules.py)."""
 
     model: str = "tiny"
+    model_name_or_path: str | None = None
+    init_from: str | None = None
     data: str = "stdlib"
     data_path: str | None = None
     eval_data: str | None = None
@@ -94,6 +96,7 @@ class RunConfig:
     seed: int = 0
 
     output_dir: str = "output"
+    save_hf: str | None = None
     logging_steps: int = 10
     eval_steps: int | None = None
     eval_batches: int = 8
@@ -121,6 +124,7 @@ class ResolvedRun:
 
     microbatch_size, global_batch: sequences; microbatches: per data-parallel rank and step
     total_steps: None where the run is measured in epochs; see `steps_of`
+    tokenizer: as given, or the one that comes with --model_name_or_path; None: bytes
     """
 
     model: ModelConfig
@@ -135,6 +139,7 @@ class ResolvedRun:
     epochs: float | None
     accumulate_dtype: Literal["fp32", "fp64", "bf16"]
     save_strategy: SaveStrategy = SaveStrategy.NO
+    tokenizer: str | None = None
 
     def steps_of(self, sequences_per_epoch: int, *, done: int = 0, consumed: int = 0) -> int:
         """Optimizer steps of the run: as asked, or the epochs' whole global batches (at least one).

@@ -8,7 +8,7 @@ from typing import Literal
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
 from triaxis.models.config import ModelConfig
-from triaxis.models.presets import load_config
+from triaxis.models.presets import load_config, window_of
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import divisors
 from triaxis.parallel.places.topology import Topology, resolve_topology
@@ -61,7 +61,8 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
     topology = _topology(config, world_size, faults)
     if model is None:
         try:
-            model = load_config(config.model)
+            model = load_config(config.model_name_or_path or config.model)
+            faults += _hub_faults(config, model)
         except ValueError as error:
             faults.append(str(error))
     zero = config.zero if config.zero is not None else 3 if config.data_parallel == DataParallel.FSDP else 1
@@ -93,6 +94,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
         epochs=config.num_train_epochs,
         accumulate_dtype=_accumulate_dtype(config),
         save_strategy=_save_strategy(config),
+        tokenizer=_tokenizer(config, data),
     )
 
 
@@ -103,7 +105,8 @@ def _save_strategy(config: RunConfig) -> SaveStrategy:
     for name, strategy in SAVE_FLAGS.items():
         if getattr(config, name) is not None:
             return strategy
-    return SaveStrategy.SIGNAL
+    # An export is made from the last checkpoint.
+    return SaveStrategy.STEPS if config.save_hf else SaveStrategy.SIGNAL
 
 
 def _save_faults(config: RunConfig) -> list[str]:
@@ -135,12 +138,16 @@ def _save_faults(config: RunConfig) -> list[str]:
             )
         )
     if strategy == SaveStrategy.NO:
-        for name in ("save_total_limit", "save_best", "async_save"):
+        for name in ("save_total_limit", "save_best", "async_save", "save_hf"):
             if getattr(config, name):
                 faults.append(
                     f"`{name}` must be left out with save_strategy no, but is {getattr(config, name)}; "
                     f"use --save_strategy steps"
                 )
+    if config.save_hf is not None and Path(config.save_hf).exists():
+        faults.append(
+            f"`save_hf` must be a new folder, but {config.save_hf} exists; name another, or move it away"
+        )
     if config.resume not in (None, "auto", "never") and not Path(config.resume).is_dir():
         faults.append(
             f"`resume` must be auto, never, or a folder that holds a checkpoint, but there is no folder "
@@ -331,6 +338,37 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             f"exist; check the path"
         )
     return data, faults
+
+
+def _hub_faults(config: RunConfig, model: ModelConfig) -> list[str]:
+    """What a Hugging Face folder asks for and the run does not give."""
+    faults = []
+    folder = config.model_name_or_path
+    if folder is not None and config.model != RunConfig().model:
+        faults.append(
+            f"`model` must be left out with model_name_or_path, which names it, but is {config.model}; leave one out"
+        )
+    if folder is not None and config.init_from is not None:
+        faults.append(
+            f"`init_from` must be left out with model_name_or_path, which has weights, but is {config.init_from}; "
+            "give the architecture alone with --model DIR/config.json"
+        )
+    window = window_of(folder or config.model)
+    if window is not None and config.seq > window:
+        faults.append(
+            f"`seq` must be at most {window}, the `sliding_window` of {model.name}, since attention here sees all "
+            f"earlier tokens, but is {config.seq}; shorten it"
+        )
+    return faults
+
+
+def _tokenizer(config: RunConfig, data: str) -> str | None:
+    """As given, or the one in the model's folder; the standard library's text stays bytes."""
+    folder = config.model_name_or_path
+    if config.tokenizer is not None or folder is None or data == "stdlib":
+        return config.tokenizer
+    names = ("tokenizer.json", "tokenizer_config.json")
+    return folder if any((Path(folder) / name).is_file() for name in names) else None
 
 
 def _missing_data(field: str, data: str) -> list[str]:

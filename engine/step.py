@@ -30,6 +30,7 @@ from triaxis.parallel.replicas.initialize import initialize_parameter
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.mesh import Mesh
 
+Fill = Callable[[nn.Parameter], None]
 DTYPES = {
     Precision.FP32: torch.float32,
     Precision.FP64: torch.float64,
@@ -109,7 +110,7 @@ def _units(stages: Sequence[Stage]) -> tuple[type[nn.Module], ...]:
     return (*blocks, VocabParallelEmbedding, VocabParallelHead)
 
 
-def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
+def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
     return ZeroDataParallel(
         stages,
         mesh.dp,
@@ -117,11 +118,11 @@ def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         wrap=_units(stages),
         accumulate_dtype=summed_dtype(plan),
         bucket_elements=plan.bucket_elements,
-        fill=_filler(plan),
+        fill=fill,
     )
 
 
-def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParallel:
+def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
     from triaxis.parallel.replicas.fsdp import FsdpDataParallel  # torch.distributed is for the process world
 
     return FsdpDataParallel(
@@ -129,11 +130,11 @@ def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh) -> DataParal
         mesh,
         wrap=_units(stages),
         accumulate_dtype=summed_dtype(plan),
-        fill=_filler(plan),
+        fill=fill,
     )
 
 
-def _filler(plan: StepPlan) -> Callable[[nn.Parameter], None] | None:
+def _filler(plan: StepPlan) -> Fill | None:
     seed = plan.seed
     return None if seed is None else lambda parameter: initialize_parameter(parameter, seed)
 
@@ -143,18 +144,23 @@ def summed_dtype(plan: StepPlan) -> torch.dtype:
     return DTYPES[plan.summed]
 
 
-Maker = Callable[[Sequence[Stage], StepPlan, Mesh], DataParallel]
+Maker = Callable[[Sequence[Stage], StepPlan, Mesh, Fill | None], DataParallel]
 MAKERS: dict[DataParallelKind, Maker] = {DataParallelKind.ZERO: _make_zero, DataParallelKind.FSDP: _make_fsdp}
 
 
 class TrainingStep:
-    """A rank's part of the model, its optimizer, and the step that trains them. Making it is collective."""
+    """A rank's part of the model, its optimizer, and the step that trains them. Making it is collective.
 
-    def __init__(self, plan: StepPlan, mesh: Mesh) -> None:
+    fill: gives each parameter its first values; None: random ones by `plan.seed`
+    """
+
+    def __init__(self, plan: StepPlan, mesh: Mesh, fill: Fill | None = None) -> None:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
         self.stages = build_stages(plan, mesh)
-        self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh)
+        self.data_parallel: DataParallel = MAKERS[plan.data_parallel](
+            self.stages, plan, mesh, fill or _filler(plan)
+        )
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage

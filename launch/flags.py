@@ -61,7 +61,10 @@ ELSEWHERE = {
 
 GROUPS: dict[str, dict[str, str]] = {
     "model and data": {
-        "model": "A preset (tiny, small, llama3-8b, …) or a .toml or .json file of model fields.",
+        "model": "A preset (tiny, small, llama3-8b, …), a .toml or .json file of model fields, or the config.json of a "
+        "Hugging Face model: the architecture alone, with random weights.",
+        "model_name_or_path": "A Hugging Face folder, or a name on the hub: architecture, weights and tokenizer.",
+        "init_from": "A checkpoint of this engine to take the weights from, and nothing else.",
         "data": "stdlib (the text of Python's own library, as bytes), a .jsonl file, or a Megatron .bin/.idx prefix.",
         "data_path": "Another name for --data.",
         "eval_data": "Held-out data of the same kind as --data; stdlib holds some of its own back.",
@@ -114,6 +117,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "output": {
         "output_dir": "Gets metrics.jsonl and loss.png.",
+        "save_hf": "Write the trained model to this new folder, as Hugging Face has them, at the end.",
         "logging_steps": "Steps between lines on the terminal; metrics.jsonl has every step.",
         "eval_steps": "Steps between evaluations; at the end only, by default.",
         "eval_batches": "Global batches per evaluation; 0 is none.",

@@ -16,6 +16,7 @@ import torch
 
 from triaxis.engine.checkpoint.manifest import SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy, run_directory
+from triaxis.engine.data.tokenizer import open_tokenizer
 from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.presence import dead_ranks
 from triaxis.engine.faults.replicas import ReplicaError
@@ -100,6 +101,8 @@ def run_simulated(config: RunConfig, resolved: ResolvedRun) -> int:
 
     supervision = Supervision(interruption=stop.interruption, end=end)
     try:
+        if resolved.tokenizer is not None:
+            open_tokenizer(resolved.tokenizer)  # loads here what is not safe to load in many threads at once
         summaries = run_threads(
             resolved.topology.world_size,
             lambda world: train(config, resolved, world, supervision),

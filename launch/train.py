@@ -17,6 +17,7 @@ from triaxis.launch.directory import claim_directory
 from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command, speaks
 from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch
 from triaxis.launch.flags import parse_flags
+from triaxis.launch.hub import local_model
 
 SPEAKER_SECONDS = 5.0
 
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _settle(config: RunConfig, launch: Launch) -> tuple[RunConfig, ResolvedRun]:
     """What runs, and from where: as given, or as the checkpoint that it goes on from asks. Raises ValueError."""
+    if config.model_name_or_path is not None:
+        config = dataclasses.replace(config, model_name_or_path=local_model(config.model_name_or_path))
     if config.elastic and config.resume is None:
         config = dataclasses.replace(config, resume="auto")
     world_size = _world_size(config, launch)

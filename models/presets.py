@@ -12,6 +12,7 @@ from pathlib import Path
 
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.fields import PositionKind, config_from_fields, dense_model
+from triaxis.models.huggingface.families import CONFIG, attention_window, model_of, read_config
 from triaxis.models.kinds import ActivationKind
 
 _SUFFIXES = (".toml", ".json")
@@ -164,14 +165,20 @@ PRESETS: dict[str, ModelConfig] = {config.name: config for config in _MODELS}
 
 
 def load_config(name_or_path: str) -> ModelConfig:
-    """A preset, or the model whose fields a TOML or JSON file holds (`name` defaults to the file's stem)."""
+    """A preset, or the model whose fields a TOML or JSON file holds (`name` defaults to the file's stem).
+
+    A folder with a config.json, or that file, is a Hugging Face model.
+    """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
+    if path.is_dir():
+        path = path / CONFIG
     if path.suffix not in _SUFFIXES:
         near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.3)
         raise ValueError(
-            f"`model` must be a preset or a .toml or .json file of model fields, but is {name_or_path!r}; "
+            f"`model` must be a preset, a .toml or .json file of model fields, or a Hugging Face folder, "
+            f"but is {name_or_path!r}; "
             + (f"nearest presets: {', '.join(near)}" if near else f"presets: {', '.join(PRESETS)}")
         )
     try:
@@ -185,4 +192,15 @@ def load_config(name_or_path: str) -> ModelConfig:
         raise ValueError(f"{path} must be valid {path.suffix[1:].upper()}, but: {error}") from error
     if not isinstance(values, dict):  # JSON may hold a list
         raise ValueError(f"{path} must hold one object of model fields, but holds {type(values).__name__}")
+    if "model_type" in values:
+        return model_of(values, str(path))
     return config_from_fields({"name": path.stem, **values}, str(path))
+
+
+def window_of(name_or_path: str) -> int | None:
+    """The tokens that attention may look back at most, where a Hugging Face configuration says so; else None."""
+    path = Path(name_or_path)
+    path = path / CONFIG if path.is_dir() else path
+    if name_or_path in PRESETS or path.suffix != ".json":
+        return None
+    return attention_window(read_config(path))

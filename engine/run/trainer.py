@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import (
     DataParallel,
     ResolvedRun,
@@ -31,6 +32,7 @@ from triaxis.engine.run.progress import Progress
 from triaxis.engine.run.rates import Rates
 from triaxis.engine.run.restore import restore, stored_row
 from triaxis.engine.run.saving import Counters, Saver
+from triaxis.engine.run.weights import first_values
 from triaxis.engine.step import TrainingStep, stage_layers
 from triaxis.parallel.worlds.agreement import agree
 from triaxis.parallel.worlds.group import World
@@ -66,7 +68,7 @@ def open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str
         split=split,
         sequence_length=config.seq,
         seed=config.seed,
-        tokenizer_path=config.tokenizer,
+        tokenizer_path=resolved.tokenizer,
         on_bad_sample=config.on_bad_sample,
         pack=config.pack,
     )
@@ -100,7 +102,7 @@ def train(
         loader = open_loader(config, resolved, mesh, "train")
         assert loader is not None, "only an evaluation split may be missing"
         evaluation = open_loader(config, resolved, mesh, "eval")
-        training = TrainingStep(step_plan(config, resolved), mesh)
+        training = TrainingStep(step_plan(config, resolved), mesh, first_values(config, resolved))
         watch.watch_pipeline(training)
         return _Run(config, resolved, training, loader, evaluation, supervision, watch).go()
 
@@ -198,6 +200,8 @@ class _Run:
                 ):
                     rates.of_step()
             saver.finish()
+        if self._config.save_hf is not None and counters.step == total_steps:
+            self._export(Path(self._config.save_hf), progress.announce)
         return Summary(
             steps=counters.step,
             loss=counters.loss,
@@ -205,6 +209,18 @@ class _Run:
             directory=self._directory,
             signal=asked if counters.step < total_steps else 0,
         )
+
+    def _export(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Writes the last checkpoint as a Hugging Face folder. Rank 0 works alone, one file in memory at a time."""
+        self._watch.at(self._resolved.total_steps or 0, "exporting")
+        if not self._speaks:
+            return
+        from triaxis.engine.run.export import export_checkpoint, exported_text
+
+        newest = checkpoints_at(self._directory)[-1]
+        source = self._config.model_name_or_path
+        done = export_checkpoint(newest, folder, source=None if source is None else Path(source))
+        say(exported_text(done))
 
     def _step(
         self, counters: Counters, total_steps: int, rates: Rates, say: Callable[[str], None]

@@ -85,6 +85,9 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
 """By flag: what else is given, and what is given beside that for the flag to be seen."""
 
 ELSEWHERE = {
+    "model_name_or_path": "ranks/test_huggingface_runs.py::test_chats_and_a_folder_in_a_folder_out",
+    "init_from": "ranks/test_huggingface_runs.py::test_weights_alone_begin_another_run",
+    "save_hf": "ranks/test_huggingface_runs.py::test_chats_and_a_folder_in_a_folder_out",
     "data_path": "ranks/test_flags.py::test_two_names_of_one_flag_mean_the_same",
     "timeout_seconds": "ranks/test_flags.py::test_ranks_wait_as_long_as_asked",
     "output_dir": "processes/test_launch.py::test_a_layout_trains",

@@ -1,0 +1,71 @@
+"""A checkpoint of this engine as a folder that Hugging Face's programs load, from any layout, by one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from triaxis.engine.checkpoint.manifest import CheckpointError, read_manifest
+from triaxis.engine.run.weights import StoredWeights
+from triaxis.models.config import ModelConfig
+from triaxis.models.fields import config_from_fields
+from triaxis.models.huggingface.folder import Exported, export
+from triaxis.models.presets import load_config
+from triaxis.models.weights import whole_shapes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export_checkpoint(
+    path: Path, folder: Path, *, dtype: str | None = None, source: Path | None = None
+) -> Exported:
+    """Writes the weights of a checkpoint to a new folder.
+
+    dtype: fp32, bf16 or fp16; None: that of the run. source: the Hugging Face folder that the run began with, whose
+    config.json, tokenizer and chat template go along; None: as the checkpoint says, if it is still there
+    """
+    state = read_manifest(path).state
+    if source is None:
+        named = state.config.get("model_name_or_path")
+        source = Path(str(named)) if named and Path(str(named)).is_dir() else None
+    model = _model(path, state.extra.get("facts"), source)
+    run_dtype = str(state.config.get("dtype"))
+    chosen = DTYPES[dtype or (run_dtype if run_dtype in DTYPES else "fp32")]
+    weights = StoredWeights(path, whole_shapes(model))
+    return export(folder, model, weights.read, dtype=chosen, source=source)
+
+
+def _model(path: Path, facts: Any, source: Path | None) -> ModelConfig:  # noqa: ANN401 (JSON)
+    if source is not None:
+        return load_config(str(source))
+    fields = facts.get("model") if isinstance(facts, dict) else None
+    if not isinstance(fields, dict):
+        raise CheckpointError(
+            f"{path} must say what model it holds, but does not; name its source with --source"
+        )
+    return config_from_fields({"name": "model", **fields}, str(path))
+
+
+def exported_text(done: Exported) -> str:
+    """One line of what was written."""
+    beside = f", with {', '.join(done.carried)}" if done.carried else ""
+    return f"exported {done.architecture}, {done.size_bytes / 1e6:,.3g} MB, to {done.folder}{beside}"
+
+
+def write_file(path: Path, file: Path, *, dtype: str) -> str:
+    """Writes all weights to one new safetensors file, under this engine's names; says so in a line."""
+    if file.exists():
+        raise ValueError(f"`{file}` must be a new file, but exists; name another")
+    state = read_manifest(path).state
+    model = _model(path, state.extra.get("facts"), None)
+    shapes = whole_shapes(model)
+    weights = StoredWeights(path, shapes)
+    tensors = {
+        name: weights.read(name, (0,) * len(shape), shape).to(DTYPES[dtype]) for name, shape in shapes.items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return f"wrote {len(tensors)} tensors, {size / 1e6:,.3g} MB in {dtype}, to {file}"

@@ -1,0 +1,36 @@
+"""Where the model of a name lies on this machine: a folder, the hub's local cache, or the hub itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+"""What a model is trained and exported with; pickled weights, which can run code, are not fetched."""
+
+
+def local_model(name: str) -> str:
+    """The folder of a model: `name` itself, or what the hub calls so, downloaded once a machine.
+
+    Processes of one machine that come at once wait for the first one's download, file by file (huggingface_hub locks
+    its cache). Raises ValueError with the command that fetches it, where it is neither here nor to be had.
+    """
+    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        if not Path(name).is_dir():
+            raise ValueError(
+                f"`model_name_or_path` must be a folder with a config.json, or a name on the Hugging Face hub, "
+                f"but is {name}, which is neither; check the path"
+            )
+        return name
+    from huggingface_hub import snapshot_download  # imports requests: half a second
+
+    try:
+        try:
+            return str(snapshot_download(name, allow_patterns=list(WANTED), local_files_only=True))
+        except Exception:  # noqa: BLE001  (its own kinds, which have changed between versions)
+            return str(snapshot_download(name, allow_patterns=list(WANTED), etag_timeout=5))
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"`model_name_or_path` must be a folder, or a model in the hub's cache or on the hub, but {name} is not "
+            f"to be had ({reason}); where there is a network: hf download {name}"
+        ) from error
