@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,34 +25,43 @@ class HeldTensor:
     chunks: dict[Offsets, Tensor] = field(default_factory=dict)
 
 
-def held_states(shards: tuple[Shard, ...], optimizer: ShardOptimizer) -> dict[str, HeldTensor]:
+def held_states(shards: Sequence[Shard], optimizer: ShardOptimizer) -> dict[str, HeldTensor]:
     """This rank's states. Moments that do not exist yet are made, as zeros."""
+    return held_masters(shards) | held_moments(optimizer)
+
+
+def held_masters(shards: Sequence[Shard]) -> dict[str, HeldTensor]:
+    """This rank's part of the master weights."""
     held: dict[str, HeldTensor] = {}
     for shard in shards:
         for segment in shard.segments:
-            run = shard.master.detach()[segment.start : segment.stop]
-            _hold(held, "master", segment, segment.first, run)
+            _hold(held, "master", segment, shard.master.detach()[segment.start : segment.stop])
+    return held
+
+
+def held_moments(optimizer: ShardOptimizer) -> dict[str, HeldTensor]:
+    """This rank's part of the optimizer's moments, made as zeros where they do not exist yet."""
+    held: dict[str, HeldTensor] = {}
     for shard, start, stop, moments in optimizer.moments():
         for segment in shard.segments:
             if start <= segment.start and segment.stop <= stop:
                 for kind, moment in moments.items():
-                    run = moment[segment.start - start : segment.stop - start]
-                    _hold(held, kind, segment, segment.first, run)
+                    _hold(held, kind, segment, moment[segment.start - start : segment.stop - start])
     return held
 
 
-def _hold(held: dict[str, HeldTensor], kind: str, segment: Segment, first: int, run: Tensor) -> None:
-    """Adds the chunks of a flat run that begins at element `first` of the segment's piece."""
+def _hold(held: dict[str, HeldTensor], kind: str, segment: Segment, run: Tensor) -> None:
+    """Adds the chunks of the segment's flat run."""
     layout = segment.layout
     tensor = held.setdefault(f"{kind}/{layout.name}", HeldTensor(dtype=run.dtype, shape=layout.shape))
-    for offsets, view in _chunks(segment, first, run):
+    for offsets, view in held_chunks(segment, run):
         assert offsets not in tensor.chunks, f"{layout.name} is held twice at {offsets}"
         tensor.chunks[offsets] = view
 
 
-def _chunks(segment: Segment, first: int, run: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
-    """The run's rectangles without padding, at their offsets in the whole parameter."""
-    layout = segment.layout
+def held_chunks(segment: Segment, run: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
+    """The rectangles of the segment's flat run, without padding, at their offsets in the whole parameter."""
+    layout, first = segment.layout, segment.first
     for part in cut_rectangles(layout.local_shape, first, first + run.numel()):
         view = run[part.first : part.first + part.elements].view(part.sizes)
         if layout.dim is None:

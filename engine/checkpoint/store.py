@@ -97,7 +97,7 @@ class CheckpointStore:
         self._directory, self._step = directory, step
         self._group, self._device = step.mesh.everyone, step.mesh.world.device
         self._own_name = f"rank {self._group.rank} on {socket.gethostname()}"
-        self._held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
+        self._held = held_states(step.data_parallel.buckets, step.optimizer)
         self._planner, self._writer = StatePlanner(), ShardWriter()
         self._planner.set_up_planner(self._held)
         own = plan_to_json(self._planner.create_local_plan())

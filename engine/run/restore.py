@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
 from triaxis.engine.data.loader import Loader
+from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.run.resume import check_same_run, named_checkpoint, told_changes
 from triaxis.engine.run.stored_row import Row, check_replay, replay, rounding
 from triaxis.engine.step import TrainingStep
@@ -45,6 +46,11 @@ def restore(
                 raise
             say(str(error))
             path = error.previous
+    check_replicas(
+        training,
+        f"after {path} was loaded",
+        way_out="A device or the memory of a rank is faulty; try again without it",
+    )
     check_same_run(state, config, resolved)
     if state.sampler["rows"] != len(loader.source):
         raise ConfigError(

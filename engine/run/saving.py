@@ -25,6 +25,10 @@ DEFAULT_SAVE_STEPS = 500
 DEFAULT_SAVE_MINUTES = 30.0
 CHECKPOINTS_AT_ONCE = 2
 MEGA = 1e6
+AFTER_STEP = (
+    "Nothing was saved of them: --resume auto goes on from the newest checkpoint, whose copies were equal. If it "
+    "happens again, a device is faulty or a gradient is not summed"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,13 +110,16 @@ class Saver:
         Returns whether it did anything that took time. Raises SaveError where the run must not go on without, and
         ReplicaError where replicas differ.
         """
-        best = eval_loss is not None and eval_loss < (counters.best_eval_loss or float("inf"))
         must = asked or (last and self._resolved.save_strategy != SaveStrategy.SIGNAL)
+        best = eval_loss is not None and eval_loss < (counters.best_eval_loss or float("inf"))
         due = must or self._due(counters, time_due) or (best and self._config.save_best)
-        if self._resolved.save_strategy == SaveStrategy.NO or not due:
+        due = due and self._resolved.save_strategy != SaveStrategy.NO
+        if due or last:
+            self._watch.at(counters.step, "comparing copies")
+            check_replicas(self._training, f"after step {counters.step}", way_out=AFTER_STEP)
+        if not due:
             return self._commit()
         self._watch.at(counters.step, "saving")
-        check_replicas(self._training, counters.step)
         try:
             if best:
                 counters.best_eval_loss = eval_loss

@@ -23,6 +23,7 @@ from triaxis.engine.config import (
 from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import open_source
 from triaxis.engine.faults.numbers import judge, most_norm
+from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Supervision, Watch
 from triaxis.engine.plan import step_plan
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
@@ -133,6 +134,12 @@ class _Run:
         notes: list[str] = []
         self._watch.at(0, "loading")
         state = restore(config, resolved, self._training, self._loader, open_store, notes.append)
+        if state is None:
+            check_replicas(
+                self._training,
+                "before the first step",
+                way_out="All ranks must run the same version of triaxis, of PyTorch and of the model's file",
+            )
         counters = Counters() if state is None else Counters.restored(state)
         total_steps = resolved.steps_of(
             len(self._loader.source), done=counters.step, consumed=counters.samples

@@ -153,9 +153,9 @@ class FsdpDataParallel:
         for bucket in self.buckets:
             yield from bucket.gathered(bucket.master)
 
-    def replicated(self) -> list[Tensor]:
-        """None: every rank holds a part of its own."""
-        return []
+    def computing_weights(self) -> Iterator[tuple[Segment, Tensor]]:
+        """None: every rank holds a part of its own, which is the master."""
+        yield from ()
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes that this rank's parameters and gradients take between steps; parameters are their own masters."""

@@ -264,9 +264,13 @@ class ZeroDataParallel:
             for segment in bucket.whole_segments():
                 yield segment, whole[segment.start : segment.stop].view(segment.layout.local_shape)
 
-    def replicated(self) -> list[Tensor]:
-        """The flat weights that every data-parallel rank holds alike; none in stage 3."""
-        return [] if self.stage == 3 else [bucket.parameters for bucket in self.buckets]
+    def computing_weights(self) -> Iterator[tuple[Segment, Tensor]]:
+        """The flat weights that this rank computes with, piece by piece, where they are not its masters themselves."""
+        for bucket in self.buckets:
+            own_masters = self.stage == 0 and bucket.master is bucket.shard
+            if self.stage != 3 and not own_masters:
+                for segment in bucket.whole_segments():
+                    yield segment, bucket.parameters[segment.start : segment.stop]
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes that this rank's parameters, gradients and separate master weights take now."""

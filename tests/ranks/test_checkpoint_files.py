@@ -163,7 +163,7 @@ def test_types_and_bits_of_every_state_come_back(tmp_path: Path) -> None:  # B75
     States = dict[str, tuple[Tensor, ...]]
 
     def states(step: TrainingStep) -> States:
-        held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
+        held = held_states(step.data_parallel.buckets, step.optimizer)
         found = {
             name: tuple(chunk.clone() for chunk in tensor.chunks.values()) for name, tensor in held.items()
         }
@@ -197,7 +197,7 @@ def test_one_giant_tensor_among_many_small_ones(resumed: Layout, tmp_path: Path)
     resumed = replace(resumed, bucket_elements=saved.bucket_elements)
 
     def sample(step: TrainingStep) -> dict[str, float]:
-        held = held_states(tuple(step.data_parallel.buckets), step.optimizer)
+        held = held_states(step.data_parallel.buckets, step.optimizer)
         return {name: sum(float(c.double().sum()) for c in t.chunks.values()) for name, t in held.items()}
 
     def save(world: World) -> tuple[dict[str, float], float]:
