@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,10 @@ from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.schedule import lower, make_schedule
 from triaxis.parallel.places.partition import partition_layers
 from triaxis.parallel.replicas.data_parallel import DataParallel
-from triaxis.parallel.replicas.initialize import initialize_parameter
+from triaxis.parallel.replicas.initialize import Fill, initialize_piece
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.mesh import Mesh
 
-Fill = Callable[[nn.Parameter], None]
 DTYPES = {
     Precision.FP32: torch.float32,
     Precision.FP64: torch.float64,
@@ -113,7 +112,7 @@ def _units(stages: Sequence[Stage]) -> tuple[type[nn.Module], ...]:
 def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
     return ZeroDataParallel(
         stages,
-        mesh.dp,
+        mesh,
         stage=plan.zero,
         wrap=_units(stages),
         accumulate_dtype=summed_dtype(plan),
@@ -135,8 +134,7 @@ def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill |
 
 
 def _filler(plan: StepPlan) -> Fill | None:
-    seed = plan.seed
-    return None if seed is None else lambda parameter: initialize_parameter(parameter, seed)
+    return None if plan.seed is None else partial(initialize_piece, seed=plan.seed)
 
 
 def summed_dtype(plan: StepPlan) -> torch.dtype:

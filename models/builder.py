@@ -19,8 +19,9 @@ from triaxis.models.parts import build_part
 from triaxis.models.positions import Learned, Rope
 from triaxis.models.rotary import rotary_tables
 from triaxis.parallel.layers.build import Build
+from triaxis.parallel.layers.declare import declare
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
-from triaxis.parallel.places.layout import Init, declare, replicated
+from triaxis.parallel.places.layout import Init, replicated
 
 EMBEDDING_NAME = "model.embed_tokens"
 HEAD_NAME = "lm_head"
@@ -36,7 +37,7 @@ class LearnedPositions(nn.Module):
         layout = replicated(
             "model.embed_positions.weight",
             shape,
-            self.group,
+            self.group.rank,
             sequence_parallel=self.sequence_parallel,
             decayed=True,
             init=Init.NORMAL,

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.places.layout import Init, declare, replicated
+from triaxis.parallel.layers.declare import declare
+from triaxis.parallel.places.layout import Init, replicated
 
 
 class Norm(nn.Module):
@@ -24,7 +25,7 @@ class Norm(nn.Module):
 
         def parameter(suffix: str, init: Init) -> nn.Parameter:
             layout = replicated(
-                f"{name}.{suffix}", (size,), build.mesh.tp, sequence_parallel=partial_gradient, init=init
+                f"{name}.{suffix}", (size,), build.mesh.tp.rank, sequence_parallel=partial_gradient, init=init
             )
             return declare(build.parameter(size), layout)
 

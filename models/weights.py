@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from triaxis.models.builder import build_model
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.places.layout import ParameterLayout, layouts_of, named_layouts
+from triaxis.parallel.layers.declare import named_layouts
+from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.trace import TraceWorld
 
@@ -26,26 +27,13 @@ class Weights(Protocol):
         """A rectangle of the tensor that is called `name` in the whole model."""
 
 
-def rectangle(layout: ParameterLayout) -> tuple[Shape, Shape]:
-    """(offsets, sizes) of the elements of the whole tensor that a piece holds, without padding."""
-    offsets, sizes = [0] * len(layout.shape), list(layout.shape)
-    if layout.dim is not None:
-        offsets[layout.dim], sizes[layout.dim] = layout.start, layout.stop - layout.start
-    return tuple(offsets), tuple(sizes)
-
-
-def filler(weights: Weights) -> Callable[[nn.Parameter], None]:
-    """What fills a parameter from `weights`; rows that are padding become zero."""
+def filler(weights: Weights) -> Fill:
+    """What fills a piece of a parameter from `weights`; rows that are padding become zero."""
 
     @torch.no_grad()
-    def fill(parameter: nn.Parameter) -> None:
-        first = 0
-        for layout in layouts_of(parameter):
-            piece = parameter.data.view(-1)[first : first + layout.elements].view(layout.local_shape)
-            first += layout.elements
-            offsets, sizes = rectangle(layout)
-            piece.zero_()
-            piece[tuple(slice(0, size) for size in sizes)].copy_(weights.read(layout.name, offsets, sizes))
+    def fill(layout: ParameterLayout, piece: Tensor) -> None:
+        piece.zero_()
+        piece[layout.unpadded].copy_(weights.read(layout.name, layout.offsets, layout.sizes))
 
     return fill
 

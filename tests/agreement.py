@@ -133,11 +133,7 @@ def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Tensor], bool]:
         for layout, local in pieces:
             target = whole.setdefault(layout.name, torch.zeros(layout.shape, dtype=local.dtype))
             mask = filled.setdefault(layout.name, torch.zeros(layout.shape, dtype=torch.bool))
-            if layout.dim is not None:
-                held = layout.stop - layout.start
-                local = local.narrow(layout.dim, 0, held)
-                target = target.narrow(layout.dim, layout.start, held)
-                mask = mask.narrow(layout.dim, layout.start, held)
+            local, target, mask = local[layout.unpadded], target[layout.place], mask[layout.place]
             equal = equal and torch.equal(target[mask], local[mask])
             target.copy_(local)
             mask.fill_(True)
@@ -208,22 +204,20 @@ def train_rank(
     return losses, norms, gradients, weights
 
 
-def portable(pieces: list[Piece]) -> list[Piece]:
-    """The pieces without what belongs to one process (groups), for a pipe."""
-    return [(replace(layout, sums=()), tensor) for layout, tensor in pieces]
-
-
-def process_main(
-    layout: Layout, *, model: ModelConfig, rule: str, dtype: str, steps: int
+def rank_main(
+    layout: Layout,
+    *,
+    model: ModelConfig,
+    rule: str = "adamw, clip 1",
+    dtype: str = "fp64",
+    steps: int = 20,
+    fault: Fault | None = None,
 ) -> Callable[[World], tuple[list[float], list[float], list[Piece], list[list[Piece]]]]:
-    """`train_rank` for a rank that is a process: what it returns passes through a pipe."""
+    """`train_rank` in a world of threads or of processes."""
 
     def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
         mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
-        losses, norms, gradients, weights = train_rank(
-            mesh, layout, model=model, rule=rule, dtype=dtype, steps=steps
-        )
-        return losses, norms, portable(gradients), [portable(pieces) for pieces in weights]
+        return train_rank(mesh, layout, model=model, rule=rule, dtype=dtype, steps=steps, fault=fault)
 
     return main
 
@@ -249,12 +243,7 @@ def run(
     fault: Fault | None = None,
 ) -> Run:
     """The layout's run on the thread world."""
-    topology = Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order)
-
-    def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
-        mesh = build_mesh(world, topology)
-        return train_rank(mesh, layout, model=model, rule=rule, dtype=dtype, steps=steps, fault=fault)
-
+    main = rank_main(layout, model=model, rule=rule, dtype=dtype, steps=steps, fault=fault)
     return collect(run_threads(layout.size, main))
 
 

@@ -71,7 +71,7 @@ def gathered(step: TrainingStep) -> Pieces:
         for bucket, master in zip(buckets, masters, strict=True):
             bucket.master = master if kind == "master" else moments[id(bucket)][kind]
         for segment, tensor in step.data_parallel.gathered_masters():
-            layout = replace(segment.layout, name=f"{kind}/{segment.layout.name}", sums=())
+            layout = replace(segment.layout, name=f"{kind}/{segment.layout.name}")
             pieces.append((layout, tensor.clone()))
     for bucket, master in zip(buckets, masters, strict=True):
         bucket.master = master

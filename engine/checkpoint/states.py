@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.optimizer import ShardOptimizer
-from triaxis.parallel.replicas.bucket import Segment
+from triaxis.parallel.replicas.cut import Segment
 from triaxis.parallel.replicas.data_parallel import Shard
 
 Offsets = tuple[int, ...]
@@ -64,12 +64,10 @@ def held_chunks(segment: Segment, run: Tensor) -> Iterator[tuple[Offsets, Tensor
     layout, first = segment.layout, segment.first
     for part in cut_rectangles(layout.local_shape, first, first + run.numel()):
         view = run[part.first : part.first + part.elements].view(part.sizes)
-        if layout.dim is None:
-            yield part.offsets, view
-            continue
-        low = part.offsets[layout.dim]
-        kept = min(part.sizes[layout.dim], layout.stop - layout.start - low)
-        if kept > 0:
-            offsets = list(part.offsets)
-            offsets[layout.dim] = layout.start + low
-            yield tuple(offsets), view.narrow(layout.dim, 0, kept)
+        kept = [
+            min(size, held - low)
+            for size, held, low in zip(part.sizes, layout.sizes, part.offsets, strict=True)
+        ]
+        if all(size > 0 for size in kept):
+            offsets = tuple(first + low for first, low in zip(layout.offsets, part.offsets, strict=True))
+            yield offsets, view[tuple(slice(size) for size in kept)]

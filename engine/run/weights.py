@@ -8,9 +8,9 @@ from torch import Tensor
 
 from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
-from triaxis.engine.step import Fill
 from triaxis.models.huggingface.places import Shape
 from triaxis.models.weights import filler, whole_shapes
+from triaxis.parallel.replicas.initialize import Fill
 
 
 def first_values(config: RunConfig, resolved: ResolvedRun) -> Fill | None:

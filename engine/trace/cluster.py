@@ -29,7 +29,7 @@ from triaxis.parallel.programs.program import (
     Wait,
     members_with,
 )
-from triaxis.parallel.replicas.bucket import cut_segments
+from triaxis.parallel.replicas.cut import cut_segments
 
 SUMMED_AT = "replicas/data_parallel.py"
 
@@ -111,16 +111,16 @@ def _sums_of_replicas(traced: TracedRank, replicas: int) -> list[dict[str, int]]
     """For each data-parallel rank: the elements of its shards that are still to be summed, by group."""
     sums: list[dict[str, int]] = [{} for _ in range(replicas)]
     for padded, pieces in traced.pieces:
-        partial = [(first, layout) for first, layout in pieces if layout.sums]
+        partial = [(first, layout) for first, layout in pieces if layout.partial]
         if not partial:
             continue
         size = padded // replicas if traced.stage else padded
         for replica in range(replicas):
             first = replica * size if traced.stage else 0
             for segment in cut_segments(partial, first, first + size):
-                for group in segment.layout.sums:
-                    held = sums[replica].get(group.name, 0)
-                    sums[replica][group.name] = held + segment.stop - segment.start
+                for name in segment.layout.partial:
+                    held = sums[replica].get(name, 0)
+                    sums[replica][name] = held + segment.stop - segment.start
     return sums
 
 

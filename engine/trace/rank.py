@@ -20,9 +20,10 @@ from triaxis.engine.step import TrainingStep, build_stages
 from triaxis.engine.trace.meter import Known, Meter
 from triaxis.models.batch import Batch
 from triaxis.parallel.kernels.attention import Documents
+from triaxis.parallel.layers.declare import named_layouts
 from triaxis.parallel.pipeline.executor import PipelineChunk
 from triaxis.parallel.pipeline.schedule import Action, Kind
-from triaxis.parallel.places.layout import ParameterLayout, named_layouts
+from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.lockstep import ALONE
 from triaxis.parallel.programs.program import (
@@ -346,7 +347,7 @@ def survey_rank(plan: StepPlan, topology: Topology, rank: int, known: Known) -> 
     with Meter(Recorder(), dry=True, known=known):
         stages = build_stages(plan, build_mesh(world, topology))
         return tuple(
-            (layout.name, layout.local_shape, tuple(group.name for group in layout.sums))
+            (layout.name, layout.local_shape, layout.partial)
             for stage in stages
             for _, layout, _ in named_layouts(stage)
         )

@@ -7,6 +7,7 @@ bucket's buffer and nothing is returned; without one (an unwrapped module) the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,15 @@ class GradientSlot:
         if self.empty:
             self._find_buffer().zero_()
             self.empty = False
+
+
+class _Placed(Protocol):
+    gradient_slot: GradientSlot
+
+
+def give_slot(parameter: nn.Parameter, slot: GradientSlot) -> None:
+    """From now on the parameter's gradient goes into the slot."""
+    cast(_Placed, parameter).gradient_slot = slot
 
 
 def slot_of(parameter: nn.Parameter) -> GradientSlot | None:

@@ -16,8 +16,9 @@ from torch.autograd import Function
 
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction, start_gather
+from triaxis.parallel.layers.declare import declare
 from triaxis.parallel.layers.gradient import weight_gradient
-from triaxis.parallel.places.layout import Init, ParameterLayout, declare, replicated
+from triaxis.parallel.places.layout import Init, ParameterLayout, replicated, slab
 from triaxis.parallel.worlds.group import Group
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -154,18 +155,20 @@ class ColumnParallelLinear(nn.Module):
 def _column_layout(
     mesh: Mesh, part: Part, cut: _Cut, inner: tuple[int, ...], init: Init, std: float
 ) -> ParameterLayout:
-    sums: tuple[Group, ...] = ()
+    partial: tuple[str, ...] = ()
     if cut.copies > 1:
         shards = mesh.tp.size // cut.copies
-        sums = (mesh.subgroup(f"tp/{shards}", "tp", shards),)
+        partial = (f"tp/{shards}",)
+        mesh.subgroup(*partial, "tp", shards)
+    shape = (part.rows, *inner)
+    offsets, sizes = slab(shape, 0, cut.start, cut.start + cut.rows)
     return ParameterLayout(
         name=f"{part.name}.{'weight' if inner else 'bias'}",
-        shape=(part.rows, *inner),
-        dim=0,
-        start=cut.start,
-        stop=cut.start + cut.rows,
-        local_shape=(cut.rows, *inner),
-        sums=sums,
+        shape=shape,
+        offsets=offsets,
+        sizes=sizes,
+        local_shape=sizes,
+        partial=partial,
         counted=mesh.tp.rank % cut.copies == 0,
         decayed=bool(inner),
         init=init,
@@ -192,16 +195,17 @@ class RowParallelLinear(nn.Module):
         if in_features % mesh.tp.size:
             raise ValueError(f"`tp` must divide the {in_features} inputs of {name}, but is {mesh.tp.size}")
         size = in_features // mesh.tp.size
-        self.weight = build.parameter(out_features, size)
-        declare(
-            self.weight,
+        shape = (out_features, in_features)
+        offsets, sizes = slab(shape, 1, mesh.tp.rank * size, (mesh.tp.rank + 1) * size)
+        self.weight = declare(
+            build.parameter(out_features, size),
             ParameterLayout(
                 name=f"{name}.weight",
-                shape=(out_features, in_features),
-                dim=1,
-                start=mesh.tp.rank * size,
-                stop=(mesh.tp.rank + 1) * size,
-                local_shape=(out_features, size),
+                shape=shape,
+                offsets=offsets,
+                sizes=sizes,
+                local_shape=sizes,
+                outermost=1,
                 std=std,
             ),
         )
@@ -210,7 +214,7 @@ class RowParallelLinear(nn.Module):
             layout = replicated(
                 f"{name}.bias",
                 (out_features,),
-                mesh.tp,
+                mesh.tp.rank,
                 sequence_parallel=build.sequence_parallel,
                 init=Init.ZEROS,
             )

@@ -15,8 +15,9 @@ from torch.autograd import Function
 
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction
+from triaxis.parallel.layers.declare import declare, layouts_of
 from triaxis.parallel.layers.gradient import rows_gradient, weight_gradient
-from triaxis.parallel.places.layout import ParameterLayout, declare
+from triaxis.parallel.places.layout import ParameterLayout, slab
 from triaxis.parallel.worlds.group import Group
 
 IGNORED_LABEL = -100
@@ -35,21 +36,26 @@ def vocabulary_parameter(
     mesh = build.mesh
     rows = -(-vocab_size // mesh.tp.size)
     start = min(mesh.tp.rank * rows, vocab_size)
-    weight = build.parameter(rows, hidden_size)
+    shape = (vocab_size, hidden_size)
+    offsets, sizes = slab(shape, 0, start, min(start + rows, vocab_size))
     layout = ParameterLayout(
         name=name,
-        shape=(vocab_size, hidden_size),
-        dim=0,
-        start=start,
-        stop=min(start + rows, vocab_size),
+        shape=shape,
+        offsets=offsets,
+        sizes=sizes,
         local_shape=(rows, hidden_size),
-        sums=(mesh.ties,) if tied else (),
+        partial=("ties",) if tied else (),
         counted=not tied or mesh.ties.rank == 0,
         std=std,
         tied=tied,
     )
-    declare(weight, layout)
-    return weight
+    return declare(build.parameter(rows, hidden_size), layout)
+
+
+def _rows_held(weight: nn.Parameter) -> tuple[int, int]:
+    """The first row of the vocabulary that is held here, and how many are."""
+    (layout,) = layouts_of(weight)
+    return layout.offsets[0], layout.sizes[0]
 
 
 class _Embedding(Function):
@@ -97,8 +103,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
         self.weight = vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
-        layout = self.weight.layouts[0]  # type: ignore[attr-defined]
-        self.start, self.valid = layout.start, layout.stop - layout.start
+        self.start, self.valid = _rows_held(self.weight)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         return _Embedding.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -219,8 +224,7 @@ class VocabParallelHead(nn.Module):
             if weight is not None
             else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
         )
-        layout = self.weight.layouts[0]  # type: ignore[attr-defined]
-        self.start, self.valid = layout.start, layout.stop - layout.start
+        self.start, self.valid = _rows_held(self.weight)
         self.chunk_logits = chunk_logits or max(CHUNK_LOGITS, CHUNK_TOKENS * self.valid)
 
     def forward(self, hidden_TD: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:

@@ -1,19 +1,18 @@
-"""Every parameter declares its layout: its place in the whole model, on any topology.
+"""Every parameter declares its layout: its place in the whole model, on any topology. Pure data, no torch.
 
 A local parameter is one or more *pieces* stacked along dimension 0 (a fused q, k, v weight has three).
-Each piece has a `ParameterLayout`. Initial values, gradient sums, the norm, weight decay, shards and
+Each piece has a `ParameterLayout`. Initial values, gradient sums, the norm, weight decay, buckets, shards and
 checkpoints are derived from it, and from nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
-from torch import nn
-
-from triaxis.parallel.worlds.group import Group
+TENSOR_RANKS = "tp"
 
 
 class Init(StrEnum):
@@ -24,62 +23,65 @@ class Init(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """Where one piece of a local parameter lies in the whole model.
+    """Where one piece of a local parameter lies in the whole model. Groups are named as the mesh names them.
 
     name: its name in the whole model, the same on every topology
     shape: its global shape
-    dim: the dimension cut, or None where it is replicated
-    start, stop: the global rows (along `dim`) held here; padding behind them is not counted
-    local_shape: the shape held here, padding included
-    sums: groups, besides dp, over which the gradient is still partial after backward
+    offsets, sizes: the rectangle of it that is held here
+    local_shape: the shape held here; what is past `sizes` is padding, always zero
+    partial: the groups over which the gradient is still partial after backward, besides its replicas
+    replicas: the group whose members hold the same piece of the same place and see other data: gradients are summed,
+    and optimizer states sharded, over it
     counted: whether this rank counts it in the global norm (each element is counted once over all ranks)
-    Example: a (6, 4) weight cut along dim 0 over tp=2 has, on tensor rank 1, start=3, stop=6.
+    outermost: the dimension that is numbered outermost for initial values; a cut along it is one run of the numbers
+    tied: the first and the last stage both hold it
+    Example: a (6, 4) weight cut along dim 0 over tp=2 has, on tensor rank 1, offsets (3, 0) and sizes (3, 4).
     """
 
     name: str
     shape: tuple[int, ...]
-    dim: int | None
-    start: int
-    stop: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     local_shape: tuple[int, ...]
-    sums: tuple[Group, ...] = ()
+    partial: tuple[str, ...] = ()
+    replicas: str = "dp"
     counted: bool = True
     decayed: bool = True
     init: Init = Init.NORMAL
     std: float = 0.02
+    outermost: int = 0
     tied: bool = False
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.local_shape:
-            count *= size
-        return count
+        """Held here, padding included."""
+        return prod(self.local_shape)
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The rectangle as an index of the whole parameter."""
+        return tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def unpadded(self) -> tuple[slice, ...]:
+        """The rectangle as an index of the local piece."""
+        return tuple(slice(size) for size in self.sizes)
 
 
-def declare(parameter: nn.Parameter, *layouts: ParameterLayout) -> nn.Parameter:
-    """Attaches the layouts of a parameter's pieces, in the order they are stacked along dimension 0."""
-    held = sum(layout.elements for layout in layouts)
-    assert held == parameter.numel(), f"layouts cover {held} elements of {parameter.numel()}"
-    parameter.layouts = layouts  # type: ignore[attr-defined]
-    return parameter
+def slab(shape: Sequence[int], dim: int, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of the part of a tensor from `start` to `stop` along one dimension.
 
-
-def layouts_of(parameter: nn.Parameter) -> tuple[ParameterLayout, ...]:
-    """The layouts of a parameter's pieces; a parameter without one is an error."""
-    layouts: tuple[ParameterLayout, ...] | None = getattr(parameter, "layouts", None)
-    if layouts is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has no layout; declare one where it is made, "
-            "or call declare_replicated(module) for a module that is not parallel itself"
-        )
-    return layouts
+    Example: columns 2 and 3 of a (6, 4) tensor: (0, 2) and (6, 2).
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = start, stop - start
+    return tuple(offsets), tuple(sizes)
 
 
 def replicated(
     name: str,
     shape: Sequence[int],
-    tensor_group: Group,
+    tensor_rank: int,
     *,
     sequence_parallel: bool = False,
     decayed: bool = False,
@@ -93,32 +95,12 @@ def replicated(
     return ParameterLayout(
         name=name,
         shape=tuple(shape),
-        dim=None,
-        start=0,
-        stop=0,
+        offsets=(0,) * len(shape),
+        sizes=tuple(shape),
         local_shape=tuple(shape),
-        sums=(tensor_group,) if sequence_parallel else (),
-        counted=tensor_group.rank == 0,
+        partial=(TENSOR_RANKS,) if sequence_parallel else (),
+        counted=tensor_rank == 0,
         decayed=decayed,
         init=init,
         std=std,
     )
-
-
-def declare_replicated(module: nn.Module, tensor_group: Group, prefix: str = "") -> None:
-    """Gives every parameter of an ordinary module the layout of a replicated one, named as in the module."""
-    for name, parameter in module.named_parameters():
-        if getattr(parameter, "layouts", None) is None:
-            declare(
-                parameter,
-                replicated(prefix + name, parameter.shape, tensor_group, decayed=parameter.dim() > 1),
-            )
-
-
-def named_layouts(module: nn.Module) -> Iterator[tuple[nn.Parameter, ParameterLayout, int]]:
-    """Each piece of a module: its parameter, its layout and its first element in the flat parameter."""
-    for parameter in module.parameters():
-        offset = 0
-        for layout in layouts_of(parameter):
-            yield parameter, layout, offset
-            offset += layout.elements

@@ -8,15 +8,16 @@ In 32 or 64 bits the parameters are their own master copy. (Rajbhandari et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from triaxis.parallel.layers.gradient import GradientSlot
-from triaxis.parallel.places.layout import ParameterLayout, layouts_of
-from triaxis.parallel.replicas.cut import padded_elements, shard_range
+from triaxis.parallel.layers.declare import Layouts
+from triaxis.parallel.layers.gradient import GradientSlot, give_slot
+from triaxis.parallel.places.layout import ParameterLayout
+from triaxis.parallel.replicas.cut import Segment, cut_segments, padded_elements, shard_range
+from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.worlds.group import DONE, Group, Work
 
 _OPERATORS = torch.library.Library("triaxis", "FRAGMENT")
@@ -30,32 +31,6 @@ def _resize_storage(tensor: Tensor, nbytes: int) -> None:
 _OPERATORS.impl("resize_storage", _resize_storage, "CompositeExplicitAutograd")
 resize_storage = torch.ops.triaxis.resize_storage
 """Gives a tensor's storage `nbytes`; its shape and its views stay. An operator, so that a meter sees it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A run of a shard's elements [start, stop) that belong to one piece of a parameter.
-
-    first: the run's first element in the piece
-    """
-
-    start: int
-    stop: int
-    first: int
-    layout: ParameterLayout
-
-
-def cut_segments(pieces: Sequence[tuple[int, ParameterLayout]], start: int, stop: int) -> tuple[Segment, ...]:
-    """The segments of the shard [start, stop) of a bucket whose pieces begin at the given elements.
-
-    Example: pieces of 6 and 4 elements, shard [5, 10): segments [0, 1) of the first, [1, 5) of the second.
-    """
-    segments = []
-    for offset, layout in pieces:
-        low, high = max(offset, start), min(offset + layout.elements, stop)
-        if low < high:
-            segments.append(Segment(start=low - start, stop=high - start, first=low - offset, layout=layout))
-    return tuple(segments)
 
 
 class GradientPool:
@@ -85,22 +60,22 @@ class Bucket:
 
     def __init__(
         self,
-        members: Sequence[nn.Parameter],
+        members: Mapping[nn.Parameter, Layouts],
         group: Group,
         *,
         stage: int,
         accumulate_dtype: torch.dtype,
         master_dtype: torch.dtype,
         pool: GradientPool,
-        fill: Callable[[nn.Parameter], None] | None,
+        fill: Fill | None,
     ) -> None:
         self.members, self.group, self.stage, self._pool = tuple(members), group, stage, pool
         self._pieces: list[tuple[int, ParameterLayout]] = []
         self._offsets: list[int] = []
         elements = 0
-        for member in members:
+        for layouts in members.values():
             self._offsets.append(elements)
-            for layout in layouts_of(member):
+            for layout in layouts:
                 self._pieces.append((elements, layout))
                 elements += layout.elements
         self.elements, self.padded_elements = elements, padded_elements(elements, group.size)
@@ -112,7 +87,7 @@ class Bucket:
         self.reduced_once = False
 
     @torch.no_grad()
-    def _place_parameters(self, fill: Callable[[nn.Parameter], None] | None) -> None:
+    def _place_parameters(self, fill: Fill | None) -> None:
         first = self.members[0]
         self.parameters = torch.zeros(self.padded_elements, dtype=first.dtype, device=first.device)
         for member, offset in zip(self.members, self._offsets, strict=True):
@@ -120,8 +95,10 @@ class Bucket:
             if fill is None:
                 place.copy_(member.data)
             member.data = place
-            if fill is not None:
-                fill(member)
+        if fill is not None:
+            for offset, layout in self._pieces:
+                piece = self.parameters[offset : offset + layout.elements]
+                fill(layout, piece.view(layout.local_shape))
 
     @torch.no_grad()
     def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
@@ -142,7 +119,7 @@ class Bucket:
             self.gradient_shard = torch.zeros(self.stop - self.start, dtype=accumulate_dtype, device=device)
         self._slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
         for member, slot in zip(self.members, self._slots, strict=True):
-            member.gradient_slot = slot  # type: ignore[attr-defined]
+            give_slot(member, slot)
         if self.stage == 3:
             self.release()
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from triaxis.parallel.places.layout import ParameterLayout
+
 ALIGNMENT_ELEMENTS: Final = 16
 
 
@@ -67,6 +69,32 @@ def fill_buckets(
         # after one that stands alone the next begins anew
         filling[kind] = bucket, bucket_elements if member.alone else elements + member.elements
     return buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of a shard's elements [start, stop) that belong to one piece of a parameter.
+
+    first: the run's first element in the piece
+    """
+
+    start: int
+    stop: int
+    first: int
+    layout: ParameterLayout
+
+
+def cut_segments(pieces: Sequence[tuple[int, ParameterLayout]], start: int, stop: int) -> tuple[Segment, ...]:
+    """The segments of the shard [start, stop) of a bucket whose pieces begin at the given elements.
+
+    Example: pieces of 6 and 4 elements, shard [5, 10): segments [0, 1) of the first, [1, 5) of the second.
+    """
+    segments = []
+    for offset, layout in pieces:
+        low, high = max(offset, start), min(offset + layout.elements, stop)
+        if low < high:
+            segments.append(Segment(start=low - start, stop=high - start, first=low - offset, layout=layout))
+    return tuple(segments)
 
 
 def padded_elements(elements: int, replicas: int) -> int:

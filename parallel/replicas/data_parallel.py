@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triaxis.parallel.replicas.bucket import Segment
+from triaxis.parallel.replicas.cut import Segment
 from triaxis.parallel.worlds.group import Group
 
 
@@ -50,16 +50,19 @@ class DataParallel(Protocol):
     def state_bytes(self) -> dict[str, int]: ...
 
 
-def sum_partial_gradients(shards: Sequence[Shard]) -> None:
-    """P → R over the further axes that layouts declare (tp, tied stages), one message for each group."""
-    partial: dict[str, tuple[Group, list[Tensor]]] = {}
+def sum_partial_gradients(shards: Sequence[Shard], groups: Mapping[str, Group]) -> None:
+    """P → R over the further axes that layouts declare (tp, tied stages), one message for each group.
+
+    groups: the mesh's, by name
+    """
+    partial: dict[str, list[Tensor]] = {}
     for shard in shards:
         for segment in shard.segments:
-            for group in segment.layout.sums:
+            for name in segment.layout.partial:
                 run = shard.gradient_shard[segment.start : segment.stop]
-                partial.setdefault(group.name, (group, []))[1].append(run)
-    for name in sorted(partial):
-        group, runs = partial[name]
+                partial.setdefault(name, []).append(run)
+    for name in sorted(partial):  # an order that all ranks share, whatever the order of their pieces
+        group, runs = groups[name], partial[name]
         if group.size > 1:
             flat = torch.cat(runs)
             group.all_reduce(flat)

@@ -7,16 +7,18 @@ reduce-scattered in the last one. FSDP cuts every parameter along dimension 0, u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from triaxis.parallel.places.layout import ParameterLayout, layouts_of
-from triaxis.parallel.replicas.bucket import Segment, cut_segments
+from triaxis.parallel.layers.declare import declared, pieces
+from triaxis.parallel.places.layout import ParameterLayout
+from triaxis.parallel.replicas.cut import Segment, cut_segments
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
+from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.replicas.zero import group_parameters
 from triaxis.parallel.worlds.group import Group
 from triaxis.parallel.worlds.mesh import Mesh
@@ -73,7 +75,7 @@ class FsdpDataParallel:
     """The data-parallel state of a rank's modules (one per pipeline chunk), sharded by torch.
 
     wrap: classes whose modules are units; a module that shares a parameter with another belongs to the root unit
-    fill: gives a parameter its initial value before it is sharded; None keeps the present values
+    fill: gives each piece its initial values before its parameter is sharded; None keeps the present values
     accumulate_dtype: in which gradients add up and are reduced; None is the master weights' precision
     Gradients are summed, not averaged: the loss carries its scale.
     """
@@ -85,13 +87,14 @@ class FsdpDataParallel:
         *,
         wrap: tuple[type[nn.Module], ...] = (),
         accumulate_dtype: torch.dtype | None = None,
-        fill: Callable[[nn.Parameter], None] | None = None,
+        fill: Fill | None = None,
     ) -> None:
         device_mesh = mesh.device_mesh()["dp"]
+        self._groups = mesh.groups
         self._roots: list[FSDPModule] = []
         self.buckets: list[FsdpShard] = []
         for module in modules:
-            layouts = [layouts_of(parameter) for parameter in module.parameters()]
+            layouts = list(declared(module).values())
             policy = _widen(module, accumulate_dtype, fill)
             units = [
                 unit
@@ -125,7 +128,7 @@ class FsdpDataParallel:
         """Takes the reduced gradients and sums them over the further axes that layouts declare."""
         for bucket in self.buckets:
             bucket.take_gradient()
-        sum_partial_gradients(self.buckets)
+        sum_partial_gradients(self.buckets, self._groups)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
@@ -168,15 +171,16 @@ class FsdpDataParallel:
 
 @torch.no_grad()
 def _widen(
-    module: nn.Module, accumulate_dtype: torch.dtype | None, fill: Callable[[nn.Parameter], None] | None
+    module: nn.Module, accumulate_dtype: torch.dtype | None, fill: Fill | None
 ) -> MixedPrecisionPolicy:
     """Fills the parameters and makes them master weights; torch casts them back to the model's precision."""
-    parameters = list(module.parameters())
-    dtype = parameters[0].dtype
+    declarations = declared(module)
+    dtype = next(iter(declarations)).dtype
     master = torch.promote_types(dtype, torch.float32)
-    for parameter in parameters:
+    for parameter, layouts in declarations.items():
         if fill is not None:
-            fill(parameter)
+            for layout, piece in pieces(parameter.data, layouts):
+                fill(layout, piece)
         parameter.data = parameter.data.to(master)
     return MixedPrecisionPolicy(
         param_dtype=None if dtype == master else dtype,

@@ -1,21 +1,30 @@
 """Initial values as a function of (seed, parameter name, element index) only.
 
-Any topology starts from the same model, and no rank ever holds a whole one. Elements are numbered with the cut
-dimension outermost, so that a shard is a contiguous range of the counter-based stream (Philox, Salmon et al. 2011).
+Any topology starts from the same model, and no rank ever holds a whole one. A value is that of its element's number
+in a counter-based stream (Philox, Salmon et al. 2011), which can be entered anywhere. Elements are numbered with the
+layout's `outermost` dimension outermost, so that a part cut along it is one run of the stream.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from triaxis.parallel.places.layout import Init, ParameterLayout, layouts_of
+from triaxis.parallel.layers.declare import declared, pieces
+from triaxis.parallel.places.layout import Init, ParameterLayout
 
 CHUNK_ELEMENTS = 1 << 20
 WORDS_PER_COUNT = 4
+
+Fill = Callable[[ParameterLayout, Tensor], None]
+"""Gives a piece of a parameter its values, in place: (its layout, a view in its local shape)."""
 
 
 def normal_elements(seed: int, name: str, first: int, count: int) -> Tensor:
@@ -30,33 +39,57 @@ def normal_elements(seed: int, name: str, first: int, count: int) -> Tensor:
     return values
 
 
+def runs_of_rectangle(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], limit: int
+) -> Iterator[tuple[tuple[slice, ...], int]]:
+    """A rectangle of a row-major tensor as contiguous runs: each one's place in the rectangle, its first element.
+
+    A run has at most `limit` elements, or one slice of the outermost dimension that is not whole behind it.
+    Example: rows 1 and 2, columns 2 and 3 of a (4, 6) tensor: elements 8 and 14, two each.
+    """
+    # the dimensions behind `dim` are whole, so indices along `dim` follow each other
+    dim = len(shape) - 1
+    while dim > 0 and sizes[dim] == shape[dim]:
+        dim -= 1
+    inner = prod(shape[dim + 1 :])
+    step = max(1, limit // max(inner, 1))
+    strides = [prod(shape[axis + 1 :]) for axis in range(dim)]
+    for outer in product(*(range(size) for size in sizes[:dim])):
+        first = sum((offsets[axis] + index) * strides[axis] for axis, index in enumerate(outer))
+        for low in range(0, sizes[dim], step):
+            part = slice(low, min(low + step, sizes[dim]))
+            yield (*(slice(index, index + 1) for index in outer), part), first + (offsets[dim] + low) * inner
+
+
 def _fill_normal(piece: Tensor, layout: ParameterLayout, seed: int) -> None:
-    dim = layout.dim or 0
-    start, stop = (layout.start, layout.stop) if layout.dim is not None else (0, layout.shape[0])
-    outermost = piece.movedim(dim, 0)
-    outermost[stop - start :].zero_()
-    inner = outermost[0].numel() if len(outermost) else 1
-    rows_per_chunk = max(1, CHUNK_ELEMENTS // inner)
-    for row in range(0, stop - start, rows_per_chunk):
-        rows = outermost[row : min(row + rows_per_chunk, stop - start)]
-        values = normal_elements(seed, layout.name, (start + row) * inner, len(rows) * inner)
-        rows.copy_(values.mul_(layout.std).view(rows.shape))
+    if layout.sizes != layout.local_shape:
+        piece.zero_()
+    order = [layout.outermost, *(dim for dim in range(piece.dim()) if dim != layout.outermost)]
+    shape, offsets, sizes = (
+        tuple(whole[dim] for dim in order) for whole in (layout.shape, layout.offsets, layout.sizes)
+    )
+    numbered = piece[layout.unpadded].permute(order)
+    for place, first in runs_of_rectangle(shape, offsets, sizes, CHUNK_ELEMENTS):
+        run = numbered[place]
+        run.copy_(normal_elements(seed, layout.name, first, run.numel()).mul_(layout.std).view(run.shape))
 
 
 @torch.no_grad()
-def initialize_parameter(parameter: nn.Parameter, seed: int) -> None:
-    """Fills a parameter from its layouts."""
-    offset = 0
-    for layout in layouts_of(parameter):
-        piece = parameter.data.view(-1)[offset : offset + layout.elements].view(layout.local_shape)
-        offset += layout.elements
-        if layout.init is Init.NORMAL:
-            _fill_normal(piece, layout, seed)
-        else:
-            piece.fill_(1.0 if layout.init is Init.ONES else 0.0)
+def initialize_piece(layout: ParameterLayout, piece: Tensor, seed: int) -> None:
+    """Fills one piece of a parameter, a view in its local shape."""
+    if layout.init is Init.NORMAL:
+        _fill_normal(piece, layout, seed)
+    else:
+        piece.fill_(1.0 if layout.init is Init.ONES else 0.0)
+
+
+def fill_module(module: nn.Module, fill: Fill) -> None:
+    """Fills all parameters of a module."""
+    for parameter, layouts in declared(module).items():
+        for layout, piece in pieces(parameter.data, layouts):
+            fill(layout, piece)
 
 
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fills all parameters of a module."""
-    for parameter in module.parameters():
-        initialize_parameter(parameter, seed)
+    """Gives all parameters of a module their initial values."""
+    fill_module(module, partial(initialize_piece, seed=seed))

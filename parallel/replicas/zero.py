@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from triaxis.parallel.layers.declare import Layouts, declared
 from triaxis.parallel.layers.gradient import slot_of
-from triaxis.parallel.places.layout import layouts_of
-from triaxis.parallel.replicas.bucket import Bucket, GradientPool, Segment
-from triaxis.parallel.replicas.cut import Member, Sharding, fill_buckets
+from triaxis.parallel.replicas.bucket import Bucket, GradientPool
+from triaxis.parallel.replicas.cut import Member, Segment, Sharding, fill_buckets
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
+from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS, REDUCTIONS_UNDER_WAY
 from triaxis.parallel.replicas.reductions import ReductionQueue
 from triaxis.parallel.worlds.group import Group
+from triaxis.parallel.worlds.mesh import Mesh
 
 
 @dataclass(slots=True)
@@ -48,8 +50,7 @@ def group_parameters(
     return [(module, root)] + [(u, [p for p in u.parameters() if uses[p] == 1]) for u in units]
 
 
-def _member(parameter: nn.Parameter, group: Group, unit: int) -> Member:
-    layouts = layouts_of(parameter)
+def _member(parameter: nn.Parameter, layouts: Layouts, group: Group, unit: int) -> Member:
     alone = any(layout.tied for layout in layouts)
     return Member(layouts[0].name, parameter.numel(), str(parameter.dtype), group.name, unit, alone)
 
@@ -57,7 +58,7 @@ def _member(parameter: nn.Parameter, group: Group, unit: int) -> Member:
 class ZeroDataParallel:
     """The data-parallel state of a rank's modules (one per pipeline chunk).
 
-    fill: gives a parameter its initial value once it has its place in a bucket; None keeps the present values.
+    fill: gives each piece its initial values once it has its place in a bucket; None keeps the present values.
     In each optimizer step: `start_step`, then per microbatch and chunk `start_backward`, backward and
     `finish_backward`, then `synchronize_gradients`, the update of every bucket's `master`, and `publish`.
     Gradients are summed, not averaged: the loss carries its scale.
@@ -66,18 +67,18 @@ class ZeroDataParallel:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        group: Group,
+        mesh: Mesh,
         *,
         stage: int,
         wrap: tuple[type[nn.Module], ...] = (),
         accumulate_dtype: torch.dtype | None = None,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
-        fill: Callable[[nn.Parameter], None] | None = None,
+        fill: Fill | None = None,
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero` must be 0, 1, 2 or 3, but is {stage}")
-        self.group = group
-        self.stage = stage if group.size > 1 else 0  # sharding over one rank is no sharding
+        self.group, self._groups = mesh.dp, mesh.groups
+        self.stage = stage if mesh.dp.size > 1 else 0  # sharding over one rank is no sharding
         self._pool = GradientPool()
         self._nodes: list[object] = []
         self._under_way = ReductionQueue[Bucket](REDUCTIONS_UNDER_WAY if self.stage >= 2 else None)
@@ -98,18 +99,19 @@ class ZeroDataParallel:
         wrap: tuple[type[nn.Module], ...],
         accumulate_dtype: torch.dtype | None,
         bucket_elements: int,
-        fill: Callable[[nn.Parameter], None] | None,
+        fill: Fill | None,
     ) -> list[Unit]:
         grouped = group_parameters(module, wrap)
         units = [Unit(owner) for owner, _ in grouped] if self.stage == 3 else [Unit(module)]
         parameters = [(p, number) for number, (_, own) in enumerate(grouped) for p in own]
-        records = [_member(parameter, self.group, unit) for parameter, unit in parameters]
+        layouts = declared(module)
+        records = [_member(parameter, layouts[parameter], self.group, unit) for parameter, unit in parameters]
         shardings = {self.group.name: Sharding.of(self.stage, self.group.size)}
         for places in fill_buckets(records, bucket_elements, shardings):
             members = [parameters[place][0] for place in places]
             master = torch.promote_types(members[0].dtype, torch.float32)
             bucket = Bucket(
-                members,
+                {member: layouts[member] for member in members},
                 self.group,
                 stage=self.stage,
                 accumulate_dtype=accumulate_dtype or master,
@@ -223,7 +225,7 @@ class ZeroDataParallel:
         for bucket in self._under_way.drain():
             bucket.finish_reduce()
         self._pool.clear()
-        sum_partial_gradients(self.buckets)
+        sum_partial_gradients(self.buckets, self._groups)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:

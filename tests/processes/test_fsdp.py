@@ -14,7 +14,7 @@ from tests.agreement import (
     collect,
     disagreements,
     plan_of,
-    process_main,
+    rank_main,
     run,
     sequences,
 )
@@ -42,7 +42,7 @@ def test_fsdp_trains_the_thread_worlds_model(
     layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
 ) -> None:
     sharded = replace(layout, data_parallel="fsdp")
-    main = process_main(sharded, model=model, rule=rule, dtype="fp64", steps=STEPS)
+    main = rank_main(sharded, model=model, rule=rule, dtype="fp64", steps=STEPS)
     ranks = run_processes(layout.size, tmp_path, main)
     failures = [rank for rank in ranks if not isinstance(rank, tuple)]
     assert not failures, failures[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agreement import MODEL, TIED, Layout, collect, disagreements, process_main, run, train_rank
+from tests.agreement import MODEL, TIED, Layout, collect, disagreements, rank_main, run, train_rank
 from tests.forked import run_processes
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.topology import Topology
@@ -28,7 +28,7 @@ ROWS = [
 def test_processes_train_the_thread_worlds_model(
     layout: Layout, model: ModelConfig, rule: str, tmp_path: Path
 ) -> None:  # B25
-    main = process_main(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
+    main = rank_main(layout, model=model, rule=rule, dtype="fp64", steps=STEPS)
     ranks = run_processes(layout.size, tmp_path, main)
     failures = [rank for rank in ranks if not isinstance(rank, tuple)]
     assert not failures, failures[0]

@@ -17,6 +17,7 @@ PURE = (
     "parallel.pipeline.schedule",
     "parallel.pipeline.check",
     "parallel.pipeline.draw",
+    "parallel.places.layout",
     "parallel.places.partition",
     "parallel.replicas.cut",
     "parallel.replicas.limits",

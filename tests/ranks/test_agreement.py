@@ -205,7 +205,7 @@ def relayout(**changes: object) -> Fault:
         for bucket in step.data_parallel.buckets:
             bucket.segments = tuple(
                 replace(segment, layout=replace(segment.layout, **changes))  # type: ignore[arg-type]
-                if segment.layout.dim is None
+                if segment.layout.sizes == segment.layout.shape
                 else segment
                 for segment in bucket.segments
             )
@@ -234,7 +234,7 @@ def healthy(layout: Layout, model: ModelConfig, dtype: str) -> tuple[str, ...]:
 FAULTS: dict[str, Fault] = {
     "embedding gradient halved": halve("embed_tokens"),
     "norm gradients halved": halve("norm"),
-    "norm gradients from half the sequence": relayout(sums=()),
+    "norm gradients from half the sequence": relayout(partial=()),
     "replicated parameters counted tp times in the norm": relayout(counted=True),
     "gradients scaled by a constant": after_synchronize(scale_all),
     "mean of microbatch means": mean_of_means,

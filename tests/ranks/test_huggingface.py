@@ -22,8 +22,9 @@ from triaxis.models.huggingface.folder import export, open_weights
 from triaxis.models.huggingface.reader import ImportRefused
 from triaxis.models.weights import filler, whole_shapes
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.places.layout import named_layouts
+from triaxis.parallel.layers.declare import named_layouts
 from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.replicas.initialize import fill_module
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
@@ -109,9 +110,7 @@ def loaded(world: World, folder: Path, *, sequence_parallel: bool = False) -> St
     model = read_model(folder)
     build = Build.on(build_mesh(world, Topology(tp=world.size)), sequence_parallel=sequence_parallel)
     stage = build_model(model, build)
-    fill = filler(open_weights(folder, model))
-    for parameter in stage.parameters():
-        fill(parameter)
+    fill_module(stage, filler(open_weights(folder, model)))
     return stage
 
 

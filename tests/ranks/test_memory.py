@@ -20,7 +20,7 @@ from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.engine.run.metrics import MetricsWriter, StepRow
 from triaxis.engine.step import TrainingStep
 from triaxis.models.fields import fields_of, with_fields
-from triaxis.parallel.places.layout import declare_replicated
+from triaxis.parallel.layers.declare import declare_replicated
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.group import World
@@ -253,8 +253,8 @@ def accumulated(zero: int, accumulate_dtype: torch.dtype | None) -> Tensor:
     def main(world: World) -> Tensor:
         mesh = build_mesh(world, Topology(dp=2))
         module = Scaled()
-        declare_replicated(module, mesh.tp)
-        parallel = ZeroDataParallel([module], mesh.dp, stage=zero, accumulate_dtype=accumulate_dtype)
+        declare_replicated(module, mesh.tp.rank)
+        parallel = ZeroDataParallel([module], mesh, stage=zero, accumulate_dtype=accumulate_dtype)
         parallel.start_step()
         for number, factor in enumerate([LARGE] + [SMALL] * SMALL_COUNT):
             loss = module(torch.tensor(factor, dtype=torch.bfloat16))

@@ -23,11 +23,11 @@ from triaxis.parallel.kernels.attention import documents_of
 from triaxis.parallel.kernels.norm import fused_rms_norm, rms_norm
 from triaxis.parallel.kernels.rotary import rotate_
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.places.layout import named_layouts
-from triaxis.parallel.places.topology import Topology, resolve_topology
+from triaxis.parallel.layers.declare import named_layouts
+from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.initialize import initialize
 from triaxis.parallel.worlds.group import World
-from triaxis.parallel.worlds.mesh import build_mesh
+from triaxis.parallel.worlds.mesh import Mesh, build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 
 LLAMA = dense_model(
@@ -70,10 +70,11 @@ def make_stage(
     *,
     dtype: torch.dtype = torch.float64,
     part: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
     **choices: Any,
 ) -> Stage:
-    topology = resolve_topology(world_size=world.size, tp=world.size, pp=1, dp=1)
-    stage = build_model(config, Build.on(build_mesh(world, topology), dtype=dtype, **choices), **(part or {}))
+    mesh = mesh or build_mesh(world, Topology(tp=world.size))
+    stage = build_model(config, Build.on(mesh, dtype=dtype, **choices), **(part or {}))
     initialize(stage, seed=7)
     return stage
 
@@ -308,17 +309,15 @@ def test_tensor_ranks_equal_one(name: str, tensor_size: int, sequence_parallel: 
     gradients = whole_tensors(reference, gradient_of)
 
     def train(world: World) -> Tensor:
-        stage = make_stage(world, config, sequence_parallel=sequence_parallel)
+        mesh = build_mesh(world, Topology(tp=tensor_size))
+        stage = make_stage(world, config, mesh=mesh, sequence_parallel=sequence_parallel)
         loss = run_step(stage, batch)
         for parameter, layout, first in named_layouts(stage):
             flat = gradient_of(parameter).view(-1)[first : first + layout.elements].clone()
-            for group in layout.sums:
-                group.all_reduce(flat)
-            local, whole = flat.view(layout.local_shape), gradients[layout.name]
-            if layout.dim is not None:
-                held = layout.stop - layout.start
-                whole = whole.narrow(layout.dim, layout.start, held)
-                local = local.narrow(layout.dim, 0, held)
+            for group in layout.partial:
+                mesh.groups[group].all_reduce(flat)
+            local = flat.view(layout.local_shape)[layout.unpadded]
+            whole = gradients[layout.name][layout.place]
             torch.testing.assert_close(local, whole, rtol=1e-9, atol=1e-10, msg=layout.name)
         return loss
 

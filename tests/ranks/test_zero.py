@@ -16,8 +16,9 @@ from triaxis.engine.plan import StepPlan, UpdateRule
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import with_fields
+from triaxis.parallel.layers.declare import declare_replicated, layouts_of
 from triaxis.parallel.layers.gradient import slot_of
-from triaxis.parallel.places.layout import ParameterLayout, declare_replicated, layouts_of
+from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.group import World
@@ -112,8 +113,8 @@ def sharded(
     def main(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         mesh = build_mesh(world, Topology(dp=dp))
         net = Net(dtype)
-        declare_replicated(net, mesh.tp)
-        parallel = ZeroDataParallel([net], mesh.dp, stage=zero, wrap=wrap, bucket_elements=bucket_elements)
+        declare_replicated(net, mesh.tp.rank)
+        parallel = ZeroDataParallel([net], mesh, stage=zero, wrap=wrap, bucket_elements=bucket_elements)
         optimizer = ShardOptimizer(parallel.buckets, RULE)
         for step in range(STEPS):
             parallel.start_step()
@@ -163,7 +164,7 @@ def test_gathered_masters_are_the_live_weights(dp: int, zero: int, dtype: torch.
 
 def test_a_wrong_stage_is_one_clear_error() -> None:
     def main(world: World) -> None:
-        ZeroDataParallel([], build_mesh(world, Topology()).dp, stage=4)
+        ZeroDataParallel([], build_mesh(world, Topology()), stage=4)
 
     with pytest.raises(ValueError, match="`zero` must be 0, 1, 2 or 3, but is 4"):
         run_threads(1, main)
