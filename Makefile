@@ -15,7 +15,7 @@ TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help set-up train test test-pure test-full crash-test check format bench view clean
+.PHONY: help set-up train test test-pure test-full frozen crash-test check format bench view clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ test-pure: $(STAMP)  ## the tests that need no torch, in seconds
 
 test-full: check  ## the same, with every layout instead of a sample
 	@TRIAXIS_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+frozen: $(STAMP)  ## what every layout does, compared with what was recorded (two minutes)
+	@$(BIN)/python -m tests.frozen compare tests/frozen/record.json
 
 crash-test: $(STAMP)  ## kill a training 50 times at random moments; it must end as if nothing had happened
 	@$(BIN)/python -m tests.crash
