@@ -83,16 +83,13 @@ def _near(field: str, before: Any, now: Any, bound: float | None) -> bool:  # no
 
 def _programs(recorded: Portrait, found: Portrait) -> list[str]:
     """For each changed program: which ranks', and what it does more or less often."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, pair in enumerate(zip(recorded["program"], found["program"], strict=True)):
-        if pair[0] != pair[1]:
-            ranks.setdefault(pair, []).append(rank)
-    lines = []
-    for (before, now), of in ranks.items():
-        old, new = (set(told["digests"][h].split(", ")) for told, h in ((recorded, before), (found, now)))
-        what = f"no more {sorted(old - new)}, now {sorted(new - old)}" if old != new else "order or sizes"
-        lines.append(f"program of ranks {of}: {what}")
-    return lines
+    ranks: dict[str, list[int]] = {}
+    for rank, (before, now) in enumerate(zip(recorded["program"], found["program"], strict=True)):
+        if before != now:
+            old, new = (set(told["digests"][h].split(", ")) for told, h in ((recorded, before), (found, now)))
+            what = f"no more {sorted(old - new)}, now {sorted(new - old)}" if old != new else "order or sizes"
+            ranks.setdefault(what, []).append(rank)
+    return [f"program of ranks {of}: {what}" for what, of in ranks.items()]
 
 
 def _told(before: Any, now: Any) -> str:  # noqa: ANN401  (any field)
