@@ -164,6 +164,16 @@ _MODELS = (
 PRESETS: dict[str, ModelConfig] = {config.name: config for config in _MODELS}
 
 
+def preset(name: str) -> ModelConfig:
+    """The model known by a name."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.3)
+        raise ValueError(
+            f"`name` must be that of a preset, but is {name!r}; these are: {', '.join(near or PRESETS)}"
+        )
+    return PRESETS[name]
+
+
 def load_config(name_or_path: str) -> ModelConfig:
     """A preset, or the model whose fields a TOML or JSON file holds (`name` defaults to the file's stem).
 
