@@ -86,6 +86,11 @@ def _world_size(config: RunConfig, launch: Launch) -> int:
     return config.tp * config.pp * config.cp * (config.dp or 1) if config.simulate else launch.size
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """The program that torchrun starts."""
     catch_early_requests()
     end_at_once(run_command("train", main))
+
+
+if __name__ == "__main__":
+    command()
