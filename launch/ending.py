@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import NoReturn
+
+from triaxis.launch.environment import speaks
 
 
 class Exit(IntEnum):
@@ -56,11 +58,6 @@ def _reason(error: Exception) -> str:
         )
         return f"{error.strerror}: {str(name)[:200]}"
     return str(error) or type(error).__name__
-
-
-def speaks(environment: Mapping[str, str]) -> bool:
-    """Only rank 0 reports what all ranks see alike; a rank that is malformed speaks too."""
-    return environment.get("RANK", "0") in ("0", "") or not environment["RANK"].isdigit()
 
 
 def run_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,37 @@ from dataclasses import dataclass
 class LaunchError(ValueError):
     """A launcher's variable is missing or malformed on this process."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The variables by which another launcher than torchrun tells a process its place."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str | None = None
+
+
+OTHERS = (
+    Launcher(name="srun", rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID"),
+    Launcher(
+        name="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        name="mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+)
+SLURM_PORTS = (20000, 10000)
+"""The first port and how many; the job's number chooses one, as in our start script."""
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -21,6 +53,7 @@ class Launch:
     """This process among those of the run.
 
     run_id: the same on all ranks, another for each start; restarts: how often the launcher has started it again
+    host, port: where the ranks meet; hosted: the launcher itself has opened it
     """
 
     rank: int = 0
@@ -29,10 +62,14 @@ class Launch:
     local_size: int = 1
     run_id: str = "alone"
     restarts: int = 0
+    host: str = ""
+    port: int = 0
+    hosted: bool = False
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Without any of the launcher's variables: one process. A missing or malformed one is named. Raises LaunchError."""
+    """Without any launcher's variables: one process. A missing or malformed one is named. Raises LaunchError."""
+    environment = as_torchrun(environment)
     if not any(environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return Launch()
     missing = [name for name in NEEDED if not environment.get(name)]
@@ -68,7 +105,53 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         local_size=local_size,
         run_id="-".join("".join(c for c in part if c.isalnum()) for part in parts if part),
         restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT") if parts[2] else 0,
+        host=environment["MASTER_ADDR"],
+        port=port,
+        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def as_torchrun(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables, with those of srun, mpirun or mpiexec under torchrun's names. Raises LaunchError.
+
+    A process that such a launcher started beside others never trains alone without a word.
+    """
+    if environment.get("RANK") or environment.get("WORLD_SIZE"):
+        return environment
+    launcher = next((one for one in OTHERS if environment.get(one.size, "1") != "1"), None)
+    if launcher is None:
+        return environment
+    found = {"RANK": launcher.rank, "WORLD_SIZE": launcher.size, "LOCAL_RANK": launcher.local_rank}
+    if launcher.local_size is not None:
+        found["LOCAL_WORLD_SIZE"] = launcher.local_size
+    given = {name: environment[theirs] for name, theirs in found.items() if environment.get(theirs)}
+    host, port = environment.get("MASTER_ADDR") or "", environment.get("MASTER_PORT") or ""
+    job = environment.get("SLURM_JOB_ID", "")
+    if launcher.name == "srun":
+        host = host or first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        port = port or (str(SLURM_PORTS[0] + int(job) % SLURM_PORTS[1]) if job.isdecimal() else "")
+        given["TORCHELASTIC_RUN_ID"] = f"{job}s{environment.get('SLURM_STEP_ID', '')}"
+    if not host or not port:
+        raise LaunchError(
+            f"`MASTER_ADDR` and `MASTER_PORT` must be set, because {launcher.size} is {environment[launcher.size]}: "
+            f"{launcher.name} started several processes, which must meet somewhere; name rank 0's machine and a free "
+            f"port ({launcher.name} -x MASTER_ADDR=HOST -x MASTER_PORT=29500 … with Open MPI), or use torchrun"
+        )
+    return {**environment, **given, "MASTER_ADDR": host, "MASTER_PORT": port}
+
+
+def first_host(nodes: str) -> str:
+    """The first name of Slurm's list: `node[03-05,9]-a,other` is `node03-a`."""
+    found = re.match(r"([^,\[\]]+)(?:\[([0-9]+)[^\]]*\]([^,\[\]]*))?", nodes)
+    return "" if found is None else found[1] + (found[2] or "") + (found[3] or "")
+
+
+def speaks(environment: Mapping[str, str]) -> bool:
+    """Only rank 0 reports what all ranks see alike; a rank that is malformed speaks too."""
+    rank = environment.get("RANK") or next(
+        (environment.get(one.rank, "") for one in OTHERS if environment.get(one.size, "1") != "1"), ""
+    )
+    return rank in ("0", "") or not rank.isdigit()
 
 
 def overlap_warnings(environment: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
 from triaxis.engine.run.trainer import Summary, train
 from triaxis.launch.directory import REQUEUE_NAME
-from triaxis.launch.ending import Exit
+from triaxis.launch.ending import Exit, printable, refuse
 from triaxis.launch.environment import Launch
 from triaxis.parallel.worlds.failure import RankError
+from triaxis.parallel.worlds.meeting import Address, RefusedElsewhere
 from triaxis.parallel.worlds.process import open_process_world
 from triaxis.parallel.worlds.thread import run_threads
 
@@ -44,6 +46,8 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
     directory = run_directory(config)
     report = directory / f".failure-{launch.run_id}"
     place = _place(resolved, launch.rank)
+    if launch.local_size < launch.size:
+        place += f" on {socket.gethostname()}"
     stop = _Stop(resolved, report, speaks=launch.rank == 0)
     if launch.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_size))
@@ -59,14 +63,25 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
             rank=launch.rank,
             size=launch.size,
             local_rank=launch.local_rank,
-            timeout_seconds=max(config.timeout_seconds, config.hang_timeout + PATIENCE_SECONDS),
+            timeout_seconds=config.timeout_seconds,
+            operation_seconds=max(config.timeout_seconds, config.hang_timeout + PATIENCE_SECONDS),
+            address=_address(launch),
             start=launch.run_id,
         )
-    except (RuntimeError, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt):
-            return stop.exit_code
+    except KeyboardInterrupt:
+        return stop.exit_code
+    except RefusedElsewhere as error:
+        if launch.rank == 0:
+            refuse("train", error)
+        else:
+            time.sleep(GRACE_SECONDS)  # rank 0 speaks before the launcher ends it
+        error.let_go(launch.rank, launch.size)
+        return Exit.REFUSED
+    except RuntimeError as error:
         _tell(error, place, report, expected=True)
         return Exit.FAILED
+    if launch.size > 1:
+        warnings.showwarning = _warns(place)
     try:
         summary = train(config, resolved, world, supervision)
         world.close()
@@ -114,7 +129,8 @@ def run_simulated(config: RunConfig, resolved: ResolvedRun) -> int:
         if not isinstance(error, FOR_PEOPLE):
             traceback.print_exc()
         notes = "; ".join(getattr(error, "__notes__", []))
-        print((str(error) or repr(error)) + (f" ({notes})" if notes else ""), file=sys.stderr, flush=True)
+        text = (str(error) or repr(error)) + (f"\n  {notes}" if notes else "")
+        print(printable(text), file=sys.stderr, flush=True)
         return Exit.FAILED
     return _ended(summaries[0], speaks=True)
 
@@ -126,6 +142,27 @@ def _ended(summary: Summary, *, speaks: bool) -> int:
     if speaks:
         (summary.directory / REQUEUE_NAME).write_text(f"step {summary.steps}\n", encoding="utf-8")
     return Exit.REQUEUE
+
+
+def _address(launch: Launch) -> Address | None:
+    if launch.size == 1:
+        return None
+    return Address(
+        host=launch.host,
+        port=launch.port,
+        hosted=launch.hosted,
+        one_machine=launch.local_size == launch.size,
+    )
+
+
+def _warns(place: str) -> Callable[..., None]:
+    """Prints Python's warnings with the rank that has them."""
+
+    def show(message: object, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        where = f"{Path(filename).name}:{lineno}"
+        print(f"{place}: warning: {message} ({category.__name__} at {where})", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _place(resolved: ResolvedRun, rank: int) -> str:
@@ -164,9 +201,11 @@ def _tell(
     if not first:
         said = report.read_text(encoding="utf-8", errors="replace")
     if first or not (lost_peer or said.startswith(cause + "\n") or not said):
-        where = "".join(f"{note}; " for note in getattr(error, "__notes__", []))
-        details = "" if expected else f" ({where}traceback in {report})"
-        print(f"{place}: {cause}{details}", file=sys.stderr, flush=True)
+        notes = list(getattr(error, "__notes__", []))
+        details = "; ".join(notes if expected else [*notes, f"traceback in {report}"])
+        opening, _, rest = cause.partition("\n")
+        text = f"{place}: {opening}" + (f" ({details})" if details else "") + f"\n{rest}"
+        print(printable(text.rstrip()), file=sys.stderr, flush=True)
 
 
 def _first_to_tell(report: Path, cause: str, place: str, details: str = "") -> bool:

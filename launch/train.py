@@ -14,8 +14,8 @@ from triaxis.engine.advice import bubble_warning, resolve_or_advise
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
-from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command, speaks
-from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch
+from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command
+from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch, speaks
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.hub import local_model
 
@@ -48,8 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if speaking:
             return refuse("train", error)
-        time.sleep(SPEAKER_SECONDS)  # a launcher ends all ranks as soon as one is gone: rank 0 speaks first
+        _leave_to_rank_0(read_launch(os.environ), error)
         return Exit.REFUSED
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # its warnings are screens of frames; errors are told
     from triaxis.engine.run.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 
@@ -61,6 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_simulated(config, resolved)
         give_back_freed_memory(os.environ)
         return run_processes(config, resolved, launch)
+
+
+def _leave_to_rank_0(launch: Launch, error: ValueError) -> None:
+    """What this rank alone may have found (a file that its machine lacks) is told by rank 0, if that has not ended.
+
+    If rank 0 has found it too, it has spoken and ended, and the launcher ends this process while torch still loads.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from triaxis.parallel.worlds.meeting import Address, say_refusal  # imports torch
+
+    address = Address(host=launch.host, port=launch.port, hosted=launch.hosted)
+    say_refusal(address, launch.run_id, launch.rank, str(error))
 
 
 def _settle(config: RunConfig, launch: Launch) -> tuple[RunConfig, ResolvedRun]:

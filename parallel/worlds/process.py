@@ -8,12 +8,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from triaxis.parallel.worlds.failure import RankError, call_site
 from triaxis.parallel.worlds.group import Group, World
+from triaxis.parallel.worlds.meeting import Address, MeetingError, RefusedElsewhere, meet, open_store
 from triaxis.parallel.worlds.port_holder import port_holder
 from triaxis.parallel.worlds.process_group import GlooGroup, ProcessGroup
 
@@ -71,14 +72,17 @@ def open_process_world(
     size: int,
     local_rank: int,
     timeout_seconds: float,
+    operation_seconds: float | None = None,
+    address: Address | None = None,
     init_method: str | None = None,
     device: str | None = None,
     start: str = "",
 ) -> ProcessWorld:
-    """Joins the processes of a run into a world; `init_method` None is the launcher's environment.
+    """Joins the processes of a run into a world, at `address`, or as `init_method` or torch's environment has it.
 
+    timeout_seconds: how long ranks wait for each other to come; operation_seconds: in an operation, later (as long)
     start: another for each start of the run; torchrun keeps its store over restarts, with the addresses of the dead
-    Raises RuntimeError when the ranks cannot meet at the master's address.
+    Raises RuntimeError when the ranks cannot meet.
     """
     on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     place = torch.device(device or (f"cuda:{local_rank}" if on_cuda else "cpu"))
@@ -89,29 +93,33 @@ def open_process_world(
                 f"{local_rank} on rank {rank}; start one process a GPU (torchrun --nproc-per-node gpu sets it)"
             )
         torch.cuda.set_device(place)
-    timeout = timedelta(seconds=timeout_seconds)
-    backend = "nccl" if on_cuda else "gloo"
+    timeout = timedelta(seconds=operation_seconds or timeout_seconds)
+    where = str(address) if address else (init_method or "MASTER_ADDR:MASTER_PORT").removeprefix("tcp://")
+    store: Store = HashStore()
     try:
-        if size == 1 and init_method is None:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        else:
-            meeting = rendezvous(init_method or "env://", rank, size, timeout=timeout)
-            store, rank, size = next(meeting)
-            store.set_timeout(timeout)
-            dist.init_process_group(
-                backend,
-                store=PrefixStore(f"start-{start}", store),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-            )
+        if size > 1 or init_method is not None:
+            if address is not None:
+                store = open_store(address, rank, timeout_seconds)
+            else:
+                store, rank, size = next(
+                    rendezvous(
+                        init_method or "env://", rank, size, timeout=timedelta(seconds=timeout_seconds)
+                    )
+                )
+            store = PrefixStore(f"start-{start}", store)
+            meet(store, where, rank=rank, size=size, seconds=timeout_seconds)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+        )
+    except (MeetingError, RefusedElsewhere):
+        raise
     except (RuntimeError, ValueError) as error:
-        raise RuntimeError(_unreachable(rank, size, init_method, timeout_seconds, error)) from error
+        raise RuntimeError(_unreachable(rank, size, where, timeout_seconds, error)) from error
     return ProcessWorld(rank, size, place, timeout)
 
 
-def _unreachable(rank: int, size: int, method: str | None, seconds: float, error: Exception) -> str:
-    address = method.removeprefix("tcp://") if method else "the launcher's MASTER_ADDR:MASTER_PORT"
+def _unreachable(rank: int, size: int, address: str, seconds: float, error: Exception) -> str:
     text = _first_line(error)
     if "EADDRINUSE" in text or "address already in use" in text:
         port = re.search(r"port: (\d+)", text)

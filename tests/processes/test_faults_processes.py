@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -245,6 +247,60 @@ def test_a_rank_that_fails_says_when_and_all_end(where: str, tmp_path: Path) -> 
         assert ranks.said().count("planted") == 1
     report = Path(last.rpartition("traceback in ")[2].removesuffix(")"))
     assert "in fail\n" in report.read_text() and told in report.read_text()
+
+
+def test_a_fault_of_the_data_has_its_step_and_a_warning_its_rank(tmp_path: Path) -> None:
+    """Errors for people keep where they happened, as faults of ours do; before, a bad token had neither."""
+
+    def spoil(rank: int) -> None:
+        read, calls = Loader.step_batches, [0]
+
+        def reads(self: Loader, step: int, **named: Any) -> Any:
+            calls[0] += 1
+            if rank == 1 and calls[0] == 2:
+                warnings.warn("planted warning", stacklevel=1)
+            if rank == 1 and calls[0] == 3:
+                raise ValueError("planted token")
+            return read(self, step, **named)
+
+        Loader.step_batches = reads  # type: ignore[method-assign]
+
+    flags = prepare(tmp_path) | {"dp": 2, "warmup_steps": 1, "output_dir": str(tmp_path / "out")}
+    with Ranks(2, arguments(flags), tmp_path / "log", before=spoil) as ranks:
+        assert ranks.wait(25) == [1, 1], ranks.said()
+        said = ranks.said()
+    assert "rank 1 (dp 1, pp 0, tp 0): warning: planted warning (UserWarning at " in said
+    assert said.splitlines()[-1] == "rank 1 (dp 1, pp 0, tp 0): planted token (at step 3, reading data)"
+
+
+def test_what_only_one_rank_lacks_is_told_once_with_its_rank_and_machine(tmp_path: Path) -> None:
+    """Before, the others read that SIGTERM came before the first step."""
+
+    def lacks(rank: int) -> None:
+        if rank == 1:
+            sys.argv += ["--data", str(tmp_path / "absent.jsonl")]
+
+    flags = prepare(tmp_path) | {"dp": 3, "warmup_steps": 1, "output_dir": str(tmp_path / "out")}
+    with Ranks(3, arguments(flags), tmp_path / "log", before=lacks) as ranks:
+        assert ranks.wait(40) == [2, 2, 2], ranks.said()
+        said = ranks.said()
+    assert f"triaxis train:\n  rank 1 on {socket.gethostname()}:\n  `data` must be" in said
+    assert said.count("absent.jsonl") == 2 and len(said.splitlines()) == 3, said
+
+
+def test_a_rank_that_never_comes_is_named_in_the_time_asked_for(tmp_path: Path) -> None:
+    flags = prepare(tmp_path) | {"dp": 3, "timeout_seconds": 3, "output_dir": str(tmp_path / "out")}
+    with Ranks(
+        3, arguments(flags), tmp_path / "log", before=lambda rank: os._exit(7) if rank == 1 else None
+    ) as ranks:
+        assert ranks.wait(30) == [1, 7, 1], ranks.said()
+        said = ranks.said()
+    assert len(said.splitlines()) == 1
+    assert (
+        "within 3 s, but without rank 1 (here: " in said
+        and ": ranks 0, 2)" in said
+        and "at 127.0.0.1:" in said
+    )
 
 
 def test_a_nan_ends_every_process_with_one_message(flags: dict[str, Any], tmp_path: Path) -> None:  # B96

@@ -58,6 +58,7 @@ PURE = (
 )
 DISTRIBUTED = {
     "parallel/worlds/process.py",
+    "parallel/worlds/meeting.py",
     "parallel/worlds/process_group.py",
     "parallel/replicas/fsdp.py",
     "parallel/worlds/mesh.py",

@@ -239,9 +239,9 @@ def test_ranks_wait_as_long_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ranks, "open_process_world", opened)
     monkeypatch.setattr(ranks.signal, "signal", lambda *_: None)
     monkeypatch.setattr(ranks.signal, "set_wakeup_fd", lambda *_, **__: None)
-    for timeout_seconds in (300.0, 1000.0):
+    for timeout_seconds in (5.0, 300.0, 1000.0):
         config = RunConfig(timeout_seconds=timeout_seconds, output_dir=str(tmp_path / str(timeout_seconds)))
         assert ranks.run_processes(config, resolve(config, 1), Launch()) == 1
-    assert waits == [300.0, 1000.0]
+    assert waits == [5.0, 300.0, 1000.0]
     with pytest.raises(ConfigError, match="`timeout_seconds` must be finite and more than 0"):
         resolve(RunConfig(timeout_seconds=0.0), 1)
