@@ -11,7 +11,8 @@ from pathlib import Path
 from triaxis.engine.checkpoint.folder import BEST, checkpoints_at, leftovers_at, reading
 from triaxis.engine.checkpoint.manifest import CheckpointError, Manifest, check_files, read_manifest
 from triaxis.launch.command_line import Parser, whole, within
-from triaxis.launch.ending import refuse, run_command
+from triaxis.launch.directory import hold_directory
+from triaxis.launch.ending import printable, refuse, run_command
 
 DESCRIPTION = """Looks into checkpoints. Needs no GPU and no model.
 
@@ -21,6 +22,7 @@ A DIR is a run's output directory (its newest checkpoint is meant, or all of the
 A checkpoint has no topology: a run of any tp, pp, dp and ZeRO stage, or with fully_shard, reads it as it is.
 """
 MOST_FILES = 100_000
+COLUMNS = ("checkpoint", "state", "step", "tokens", "size", "files", "held-out loss", "stored row's loss")
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -28,7 +30,10 @@ def _parser() -> Parser:
     parser = Parser(prog="triaxis checkpoint", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{ls,show,verify,reshard,diff}")
     for name, purpose in (
-        ("ls", "which checkpoints a run has: step, tokens, size, evaluation loss, whether complete"),
+        (
+            "ls",
+            "which checkpoints a run has: step, tokens, size, losses, whether complete, which is the best",
+        ),
         ("show", "one checkpoint's state, flags and tensors"),
         ("verify", "compare every file with its checksum; names what is damaged, and exits with 1"),
         ("reshard", "write a checkpoint again in another number of files"),
@@ -78,6 +83,7 @@ def _size(count: float) -> str:
 
 def _print_table(rows: Sequence[Sequence[str]], right: int) -> None:
     """Columns as wide as they must be; from column `right` on they end on one line."""
+    rows = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (
@@ -88,30 +94,36 @@ def _print_table(rows: Sequence[Sequence[str]], right: int) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows: list[tuple[str, ...]] = [("checkpoint", "state", "step", "tokens", "size", "files", "eval loss")]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     complete = checkpoints_at(options.dir)
+    faults = []
+    best = [path for path in complete if (path / BEST).exists()][-1:]  # each was, when it was saved
     for path in complete:
         try:
-            rows.append(_list_row(path, read_manifest(path)))
-        except CheckpointError:
-            rows.append((path.name, "manifest damaged", "", "", "", "", ""))
-    leftovers = leftovers_at(options.dir)
-    rows += [(path.name, "not complete", "", "", "", "", "") for path in leftovers]
+            rows.append(_list_row(path, read_manifest(path), best=path in best))
+        except CheckpointError as error:
+            rows.append((path.name, "damaged", *("" for _ in COLUMNS[2:])))
+            faults.append(str(error))
+    rows += [(path.name, "not complete", *("" for _ in COLUMNS[2:])) for path in leftovers_at(options.dir)]
     if len(rows) == 1:
         _complete(options.dir)
     _print_table(rows, right=2)
+    for fault in faults:
+        print(printable(fault))
     return 0
 
 
-def _list_row(path: Path, manifest: Manifest) -> tuple[str, ...]:
+def _list_row(path: Path, manifest: Manifest, *, best: bool) -> tuple[str, ...]:
     state = manifest.state
+    held_out = state.extra.get("held_out_loss")
     return (
         path.name,
-        "complete, best" if (path / BEST).exists() else "complete",
+        "complete, best" if best else "complete",
         f"{state.step:,}",
         f"{state.tokens:,}",
         _size(manifest.size_bytes),
         str(len(manifest.files)),
+        f"{held_out:.4f}" if isinstance(held_out, float) else "",
         "" if state.eval_loss is None else f"{state.eval_loss:.4f}",
     )
 
@@ -124,7 +136,7 @@ def _show(options: argparse.Namespace) -> int:
         ("checkpoint", str(path)),
         ("step", f"{state.step:,} ({manifest.optimizer_steps:,} updates)"),
         ("tokens", f"{state.tokens:,}"),
-        ("eval_loss", str(state.eval_loss)),
+        ("stored row's loss", str(state.eval_loss)),
         ("size", f"{_size(manifest.size_bytes)} in {len(manifest.files)} files"),
     ]
     for title, values in (("config", state.config), ("sampler", state.sampler), ("extra", state.extra)):
@@ -144,7 +156,7 @@ def _verify(options: argparse.Namespace) -> int:
     for path in _complete(options.dir):
         faults = []
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, files=False)
         except CheckpointError as error:
             manifest, faults = None, [str(error)]
         for name, record in manifest.files.items() if manifest else ():
@@ -155,7 +167,7 @@ def _verify(options: argparse.Namespace) -> int:
         if manifest and not faults:
             print(f"{path}: {len(manifest.files)} files, {_size(manifest.size_bytes)}, as written")
         for fault in faults:
-            print(fault)
+            print(printable(fault))
         damaged += bool(faults)
     return int(damaged > 0)
 
@@ -164,7 +176,8 @@ def _reshard(options: argparse.Namespace) -> int:
     from triaxis.engine.checkpoint.stored import reshard  # torch, which ls, show and verify do without
 
     source = _complete(options.dir)[-1]
-    with reading(source):
+    read_manifest(source)  # before anything is made for it
+    with hold_directory(options.out), reading(source):
         written = reshard(source, options.out, options.files)
     manifest = read_manifest(written)
     print(f"wrote {written}: {_size(manifest.size_bytes)} in {len(manifest.files)} files")

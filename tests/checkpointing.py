@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.agreement import LEARNING_RATE, MODEL, Layout, Piece, assemble, plan_of, sequences
+from triaxis.engine.checkpoint.folder import MANIFEST
 from triaxis.engine.checkpoint.store import CheckpointStore, RunState
 from triaxis.engine.optimizer import MOMENTS
 from triaxis.engine.step import StepResult, TrainingStep
@@ -119,3 +122,11 @@ def flip_a_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def forge(checkpoint: Path, change: Callable[[Any], object]) -> None:
+    """Changes a manifest's body and gives it the checksum that goes with that."""
+    document = json.loads((checkpoint / MANIFEST).read_text())
+    change(document["manifest"])
+    document["crc32"] = zlib.crc32(json.dumps(document["manifest"], sort_keys=True).encode())
+    (checkpoint / MANIFEST).write_text(json.dumps(document))

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from triaxis.engine.plain_files import read_plain
+
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 BEST = "best"
@@ -35,6 +37,12 @@ def _age(path: Path) -> tuple[int, bool] | None:
     """What orders checkpoints: the step, and of two of one step the one that replaces the other."""
     match = NAME.fullmatch(path.name)
     return (int(match[1]), match[2] is None) if match else None
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name; None for a folder of another name."""
+    age = _age(path)
+    return age[0] if age else None
 
 
 def _complete_in(folder: Path) -> list[Path]:
@@ -114,7 +122,7 @@ def prune_folders(folder: Path, keep: int, current: Path | None = None) -> list[
 
 
 def _remove_unread(path: Path) -> bool:
-    with (path / MANIFEST).open("rb") as file:
+    with read_plain(path / MANIFEST) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -133,7 +141,7 @@ def _remove(path: Path) -> None:
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Marks a checkpoint as being read: it is not pruned meanwhile."""
-    with (path / MANIFEST).open("rb") as file:
+    with read_plain(path / MANIFEST) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 

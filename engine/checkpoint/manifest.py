@@ -10,11 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.checkpoint.folder import MANIFEST, previous_checkpoint, sync_folder
+from triaxis.engine.checkpoint.folder import MANIFEST, previous_checkpoint, step_of, sync_folder
+from triaxis.engine.checkpoint.schema import Misfit, check_body
+from triaxis.engine.plain_files import kind_of, read_plain
 
 FORMAT = "triaxis-checkpoint"
 VERSION = 1
 BLOCK_BYTES = 1 << 20
+MOST_BYTES = 1 << 30
 
 
 class CheckpointError(ValueError):
@@ -39,7 +42,7 @@ class RunState:
 
     step: optimizer steps done; tokens: seen so far
     config: the run's flags; sampler: where the data order is
-    eval_loss: of the stored evaluation batch at saving, in nats; extra: what else the trainer keeps
+    eval_loss: of the stored row at saving, in nats, for comparison after a load; extra: what else the trainer keeps
     """
 
     step: int
@@ -125,30 +128,62 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """A checkpoint's manifest. Raises CheckpointError if it is missing, damaged or of another format."""
+def read_manifest(path: Path, *, files: bool = True) -> Manifest:
+    """A checkpoint's manifest, valid as a whole: what it says can be, and its files are there, regular, of their sizes.
+
+    The only way to a manifest that was written; raises CheckpointError. (`check_files` compares the files' contents.)
+    files: False leaves it to the caller to look at each of them
+    """
     try:
-        text = (path / MANIFEST).read_bytes()
+        with read_plain(path / MANIFEST) as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise damaged(path, MANIFEST, f"must have at most {MOST_BYTES:,} bytes, but has more")
+            text = file.read()
     except OSError as error:
         raise damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from error
     try:
         document = json.loads(text)
         body, written = document["manifest"], document["crc32"]
-    except (ValueError, TypeError, KeyError) as error:
+        known = body["format"], body["version"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(path, MANIFEST, "is not a manifest: truncated or overwritten") from error
     if zlib.crc32(_encode(body)) != written:
         raise damaged(path, MANIFEST, "does not match its own checksum")
-    if (body["format"], body["version"]) != (FORMAT, VERSION):
+    if known != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{path / MANIFEST} must have `format` {FORMAT} and `version` {VERSION}, but has {body['format']} and "
-            f"{body['version']}; read it with the release that wrote it"
+            f"{path / MANIFEST} must have `format` {FORMAT} and `version` {VERSION}, but has {known[0]!r:.40} and "
+            f"{known[1]!r:.40}; read it with the release that wrote it"
         )
-    return Manifest(
+    try:
+        check_body(body)
+    except Misfit as error:
+        raise damaged(path, MANIFEST, f"is not valid: {error}") from error
+    named = step_of(path)
+    if named is not None and named != body["state"]["step"]:
+        raise damaged(
+            path, MANIFEST, f"is of step {body['state']['step']}, not of the step in its folder's name"
+        )
+    manifest = Manifest(
         state=RunState(**body["state"]),
         optimizer_steps=body["optimizer_steps"],
         files={name: FileRecord(**record) for name, record in body["files"].items()},
         tensors={name: _tensor_record(record) for name, record in body["tensors"].items()},
     )
+    for name, record in manifest.files.items() if files else ():
+        _check_size(path, name, record)
+    return manifest
+
+
+def _check_size(path: Path, name: str, record: FileRecord) -> None:
+    """Without opening the file."""
+    try:
+        kind, size_bytes = kind_of(path / name), (path / name).lstat().st_size
+    except OSError as error:
+        raise damaged(path, name, f"cannot be read ({error.strerror})") from error
+    if kind is not None:
+        raise damaged(path, name, f"must be a file, but is {kind}")
+    if size_bytes != record.size_bytes:
+        raise damaged(path, name, f"has {size_bytes} bytes, but was written with {record.size_bytes}")
 
 
 def _tensor_record(record: dict[str, Any]) -> TensorRecord:
@@ -167,13 +202,9 @@ def _encode(body: object) -> bytes:
 def check_files(path: Path, files: Mapping[str, FileRecord]) -> None:
     """Reads the files through. Raises CheckpointError that names the first missing, short or changed one."""
     for name, record in files.items():
+        _check_size(path, name, record)
         try:
-            with (path / name).open("rb") as file:
-                size_bytes = os.fstat(file.fileno()).st_size
-                if size_bytes != record.size_bytes:
-                    raise damaged(
-                        path, name, f"has {size_bytes} bytes, but was written with {record.size_bytes}"
-                    )
+            with read_plain(path / name) as file:
                 crc32 = 0
                 while block := file.read(BLOCK_BYTES):
                     crc32 = zlib.crc32(block, crc32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 CHUNK_ELEMENTS = 1 << 24
@@ -50,3 +52,19 @@ def _partial_row(shape: tuple[int, ...], low: int, high: int, start: int, limit:
     row, column = divmod(low, prod(shape[1:]))
     for part in cut_rectangles(shape[1:], column, column + high - low, limit):
         yield Rectangle(offsets=(row, *part.offsets), sizes=(1, *part.sizes), first=low - start + part.first)
+
+
+def covers_once(shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes, by offsets and sizes, hold every element of a tensor exactly once and nothing outside it.
+
+    How often each element is held is a sum of boxes, and so is the whole tensor; two such sums are the same if their
+    differences along all dimensions are, which are 1 or -1 at a box's corners and 0 elsewhere.
+    Example: [0, 2) and [2, 5) have corners +0 -2 +2 -5, which is +0 -5, the corners of [0, 5).
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    ends = list(product((0, 1), repeat=len(shape)))
+    for sign, (offsets, sizes) in ((-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)):
+        for end in ends:
+            corner = tuple(low + size * at for low, size, at in zip(offsets, sizes, end, strict=True))
+            corners[corner] += sign * (-1) ** sum(end)
+    return not any(corners.values())

@@ -46,6 +46,7 @@ from triaxis.engine.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from triaxis.engine.plain_files import read_plain
 
 HEADER_ALIGNMENT_BYTES = 64
 READ_BYTES = 1 << 24
@@ -241,7 +242,7 @@ class ShardReader(StorageReader):
             by_file.setdefault(self._records[item.storage_index].file, []).append(item)
         for name, items in by_file.items():
             try:
-                with (self.path / name).open("rb", buffering=0) as file:
+                with read_plain(self.path / name) as file:
                     for item in items:
                         tensor = planner.resolve_tensor(item)
                         self._read(file, name, item, tensor)

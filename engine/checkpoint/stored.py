@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, prod
@@ -102,14 +103,18 @@ def reshard(path: Path, directory: Path, files: int) -> Path:
     plans = writer.prepare_global_plan(_equal_shares(items, files))
     temporary = begin_folder(directory / FOLDER, manifest.state.step, secrets.token_hex(4))
     writer.reset(temporary)
-    for plan in plans:
-        writer.write_data(plan, planner)
-    metadata = replace(
-        metadata_of(items),
-        planner_data=(manifest.state, manifest.optimizer_steps),
-        storage_data=writer.files,
-    )
-    writer.finish(metadata, [results_of(plan) for plan in plans])
+    try:
+        for plan in plans:
+            writer.write_data(plan, planner)
+        metadata = replace(
+            metadata_of(items),
+            planner_data=(manifest.state, manifest.optimizer_steps),
+            storage_data=writer.files,
+        )
+        writer.finish(metadata, [results_of(plan) for plan in plans])
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return place_folder(temporary, manifest.state.step)
 
 

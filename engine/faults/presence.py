@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import re
 import socket
 from contextlib import suppress
 from pathlib import Path
 
 PREFIX = ".alive-"
+SIGN = re.compile(r"\.?rank-\d+")
 
 
 class Presence:
@@ -62,8 +63,14 @@ def dead_ranks(directory: Path, run: str, size: int) -> list[int]:
 
 def clear_presence(directory: Path) -> None:
     """Removes what earlier runs left; for the one process that holds the directory, before the ranks meet."""
-    for left in directory.glob(f"{PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for folder in directory.glob(f"{PREFIX}*"):
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        for sign in folder.iterdir():
+            if SIGN.fullmatch(sign.name):
+                sign.unlink(missing_ok=True)
+        with suppress(OSError):  # something in it is not ours: it stays
+            folder.rmdir()
 
 
 def process_name() -> str:

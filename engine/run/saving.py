@@ -123,7 +123,7 @@ class Saver:
         try:
             if best:
                 counters.best_eval_loss = eval_loss
-            state = self._state(counters)
+            state = self._state(counters, eval_loss)
             asynchronous = self._config.async_save and not must
             store, self._opened = self._open_store(), True
             store.save(state, asynchronous=asynchronous, best=best)
@@ -167,7 +167,7 @@ class Saver:
             return counters.samples // rows > (counters.samples - batch) // rows
         return time_due
 
-    def _state(self, counters: Counters) -> RunState:
+    def _state(self, counters: Counters, eval_loss: float | None) -> RunState:
         return RunState(
             step=counters.step,
             tokens=counters.tokens,
@@ -183,5 +183,6 @@ class Saver:
                 "facts": self._facts,
                 "rounding": self._rounding,
                 "replayed_row": self._row,
+                "held_out_loss": eval_loss,
             },
         )
