@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import re
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a default group, which its default arguments would keep
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
@@ -28,6 +31,7 @@ class ProcessWorld(World):
         self.rank, self.size, self.device = rank, size, device
         self._timeout = timeout
         self._groups: list[ProcessGroup] = []
+        self._lends_meshes = False
 
     def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         parts = [tuple(part) for part in partition]
@@ -45,15 +49,22 @@ class ProcessWorld(World):
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
         """PyTorch's mesh of these axes, outermost first. Collective."""
+        self._lends_meshes = True
         return init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(map(str, axes)))
 
     def close(self) -> None:
-        """Ends all groups; their threads must be gone before the interpreter is, or the process may abort."""
+        """Ends all groups and their threads.
+
+        A thread of Gloo that outlives the interpreter aborts the process: it asks for the interpreter's lock, is ended
+        for that, and C++ terminates. So nobody may keep a group: not ours, not a library's module (see the imports).
+        """
         for group in self._groups:
             group.handle = None
         self._groups.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._lends_meshes:
+            _forget_meshes()
 
     def _new_handle(self, name: str, part: tuple[int, ...]) -> dist.ProcessGroup:
         try:
@@ -117,6 +128,18 @@ def open_process_world(
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(_unreachable(rank, size, where, timeout_seconds, error)) from error
     return ProcessWorld(rank, size, place, timeout)
+
+
+def _forget_meshes() -> None:
+    """Lets go of the groups of PyTorch's meshes, at the latest when the interpreter ends.
+
+    DTensor remembers the mesh of every operation that it met, and modules that it sharded are cycles.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    gc.collect()
+    atexit.register(gc.collect)  # for what the caller still holds: the interpreter collects it too late
 
 
 def _unreachable(rank: int, size: int, address: str, seconds: float, error: Exception) -> str:

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -155,3 +157,13 @@ def test_an_unreachable_master_is_one_clear_error() -> None:
         open_process_world(
             rank=1, size=2, local_rank=1, timeout_seconds=2, init_method=f"tcp://{address}", device="cpu"
         )
+
+
+@pytest.mark.parametrize("data_parallel", ["zero", "fsdp"])
+def test_no_thread_of_gloo_outlives_a_run(data_parallel: str) -> None:
+    """One that did would now and then abort a process that had done all its work."""
+    command = [sys.executable, "-m", "tests.ending", data_parallel]
+    ran = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
+    opened, ended = ran.stdout.splitlines()
+    assert "pt_gloo_runloop" in opened
+    assert ended.strip() == "ended:"
