@@ -36,6 +36,8 @@ DTYPES = {
     Precision.BF16: torch.bfloat16,
 }
 
+LOSS_AND_NORM = "loss and gradient norm"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -221,7 +223,7 @@ class TrainingStep:
         if self.auxiliary is not None and (self.mesh.tp.rank == 0 or self.plan.sequence_parallel):
             sums[2] = self.auxiliary
         self.auxiliary = None
-        self.mesh.everyone.all_reduce(sums)
+        self.mesh.everyone.all_reduce(sums, label=LOSS_AND_NORM)
         return sums[0], sums[1], tokens, sums[2] if own else None
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -232,7 +234,7 @@ class TrainingStep:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         if losses and self.mesh.tp.rank == 0:
             total += torch.stack(losses).double().sum()
-        self.mesh.everyone.all_reduce(total)
+        self.mesh.everyone.all_reduce(total, label="evaluated loss")
         return float(total), int(tokens)
 
     def _set_batches(self, batches: Sequence[Batch]) -> Tensor:
@@ -244,7 +246,7 @@ class TrainingStep:
         tokens = torch.zeros((), dtype=torch.int64, device=device)
         if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
             tokens += sum(batch.trained_tokens() for batch in batches)
-        self.mesh.everyone.all_reduce(tokens)
+        self.mesh.everyone.all_reduce(tokens, label="trained tokens")
         self.scale = tokens.clamp_min(1).double().reciprocal()
         return tokens
 

@@ -13,7 +13,6 @@ from tests.agreement import MODEL, RULES
 from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.models.fields import fields_of, with_fields
 from triaxis.parallel.places.topology import Topology
-from triaxis.parallel.programs.lockstep import ALONE
 from triaxis.parallel.programs.program import Cluster, Communicate, Event, Program, Segment, Step, Wait
 
 LENGTH = 8
@@ -165,7 +164,7 @@ def channels(program: Program) -> dict[tuple[str, int], list[tuple[object, ...]]
     seen: dict[tuple[str, int], list[tuple[object, ...]]] = defaultdict(list)
     for _, event in program.messages():
         if isinstance(event, Communicate):
-            alone = event.operation in ALONE
+            alone = event.operation.is_message
             seen[event.group, event.peer if alone else -1].append(event.asked())
     return seen
 
@@ -265,8 +264,8 @@ def microbatches_exchanged(
 ) -> list[Item] | None:
     """The rank takes two microbatches one for the other."""
     places = [place for place in _issues(items) if items[place].event.peer >= 0]  # type: ignore[union-attr]
-    details = sorted({items[place].event.detail for place in places})  # type: ignore[union-attr]
-    numbers = sorted({detail.split()[0][1:] for detail in details})
+    labels = sorted({items[place].event.label for place in places})  # type: ignore[union-attr]
+    numbers = sorted({label.split()[0][1:] for label in labels})
     if len(numbers) < 2:
         return None
     one, other = draw.sample(numbers, 2)
@@ -275,9 +274,9 @@ def microbatches_exchanged(
     for place in places:
         event = items[place].event
         assert event is not None
-        kind, number = event.detail[0], event.detail.split()[0][1:]
-        detail = event.detail.replace(kind + number, kind + exchanged.get(number, number), 1)
-        moved[place] = replace(items[place], event=replace(event, detail=detail))
+        kind, number = event.label[0], event.label.split()[0][1:]
+        label = event.label.replace(kind + number, kind + exchanged.get(number, number), 1)
+        moved[place] = replace(items[place], event=replace(event, label=label))
     return moved
 
 

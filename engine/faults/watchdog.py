@@ -132,8 +132,8 @@ class Watchdog:
             "last operation by group:",
         ]
         for name, group in self._mesh.groups.items():
-            if group.last_operation:
-                last = f"{group.last_operation} at {group.last_site}"
+            if group.last is not None:
+                last = f"{group.last.told(group.ranks)} at {group.last.site}"
                 lines.append(f"  {name} {group.ranks}: number {group.operations}, {last}")
         with (folder / f"rank-{rank}.txt").open("w", encoding="utf-8") as file:
             file.write("\n".join([*lines, "stacks, innermost frame first:", ""]))
@@ -161,9 +161,9 @@ class Watchdog:
             frame = frame.f_back
         site = _place(frame)
         called = [
-            f"{group.last_operation} in group '{name}' {group.ranks} "
+            f"{group.last.told(group.ranks)} in group '{name}' {group.ranks} "
             for name, group in self._mesh.groups.items()
-            if group.last_site == site
+            if group.last is not None and group.last.site == site
         ]
         return f"waits in {called[0] if len(called) == 1 else 'a communication '}at {site}"
 

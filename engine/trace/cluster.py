@@ -15,10 +15,11 @@ from typing import TypeGuard
 import torch
 
 from triaxis.engine.plan import StepPlan
-from triaxis.engine.step import summed_dtype
+from triaxis.engine.step import LOSS_AND_NORM, summed_dtype
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
-from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.places.topology import Topology, members_with
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
     Cluster,
     Communicate,
@@ -27,11 +28,9 @@ from triaxis.parallel.programs.program import (
     Segment,
     Step,
     Wait,
-    members_with,
 )
 from triaxis.parallel.replicas.cut import cut_segments
-
-SUMMED_AT = "replicas/data_parallel.py"
+from triaxis.parallel.replicas.data_parallel import PARTIAL_GRADIENTS
 
 
 def trace_cluster(
@@ -110,13 +109,13 @@ def _alike_tensor_ranks(plan: StepPlan, topology: Topology, stage: int, known: K
 def _sums_of_replicas(traced: TracedRank, replicas: int) -> list[dict[str, int]]:
     """For each data-parallel rank: the elements of its shards that are still to be summed, by group."""
     sums: list[dict[str, int]] = [{} for _ in range(replicas)]
-    for padded, pieces in traced.pieces:
-        partial = [(first, layout) for first, layout in pieces if layout.partial]
+    for bucket in traced.buckets:
+        partial = [(first, layout) for first, layout in bucket.pieces if layout.partial]
         if not partial:
             continue
-        size = padded // replicas if traced.stage else padded
+        size = bucket.elements // bucket.shards
         for replica in range(replicas):
-            first = replica * size if traced.stage else 0
+            first = replica % bucket.shards * size
             for segment in cut_segments(partial, first, first + size):
                 for name in segment.layout.partial:
                     held = sums[replica].get(name, 0)
@@ -125,7 +124,7 @@ def _sums_of_replicas(traced: TracedRank, replicas: int) -> list[dict[str, int]]
 
 
 def _is_sum(event: Event) -> TypeGuard[Communicate]:
-    return isinstance(event, Communicate) and event.site.startswith(SUMMED_AT)
+    return isinstance(event, Communicate) and event.label == PARTIAL_GRADIENTS
 
 
 def _check(program: Program, expected: dict[str, int], names: list[str], place: str) -> None:
@@ -157,12 +156,16 @@ def _vary(program: Program, names: list[str], summed: torch.dtype) -> Program:
         else:
             events.append(event)
     if place < 0:  # this replica had nothing to sum: the sums come before the norm is agreed on
-        place = next(i for i, e in enumerate(events) if isinstance(e, Communicate) and e.group == "world")
+        place = next(
+            i for i, e in enumerate(events) if isinstance(e, Communicate) and e.label == LOSS_AND_NORM
+        )
     dtype = str(summed).removeprefix("torch.")
     made: list[Event] = []
     for number, name in enumerate(names):
-        known = sums.get(name) or Communicate("all_reduce", name, dtype, 0, 0, site=SUMMED_AT)
+        known = sums.get(name) or Communicate(
+            Operation.ALL_REDUCE, name, dtype, 0, 0, label=PARTIAL_GRADIENTS
+        )
         made.append(replace(known, varying=number, nbytes=known.elements * summed.itemsize))
-        made.append(Wait(name, "all_reduce", 0))
+        made.append(Wait(name, Operation.ALL_REDUCE, 0))
     segment = Segment((*events[:place], *made, *events[place:]), last.segment.memory)
     return replace(program, steps=(*before, Step(last.label, segment)))

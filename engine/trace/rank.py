@@ -6,8 +6,7 @@ between do what one before them did, so its recorded segments stand in for their
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,16 +21,14 @@ from triaxis.models.batch import Batch
 from triaxis.parallel.kernels.attention import Documents
 from triaxis.parallel.layers.declare import named_layouts
 from triaxis.parallel.pipeline.executor import PipelineChunk
-from triaxis.parallel.pipeline.schedule import Action, Kind
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
-from triaxis.parallel.programs.lockstep import ALONE
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
     PIPELINE,
     SETUP,
     UPDATE,
     Communicate,
-    Event,
     GradientRule,
     MemoryKind,
     Program,
@@ -39,26 +36,31 @@ from triaxis.parallel.programs.program import (
     Step,
     Wait,
 )
-from triaxis.parallel.replicas.bucket import Bucket
-from triaxis.parallel.replicas.limits import REDUCTIONS_UNDER_WAY
-from triaxis.parallel.replicas.zero import ZeroDataParallel
-from triaxis.parallel.worlds.group import Group, World
+from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.recording import Recorder, RecordingWorld
 from triaxis.parallel.worlds.trace import TraceWorld
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedBucket:
+    """A bucket of `elements`, cut into equal shards. pieces: (first element, layout) of each"""
+
+    elements: int
+    shards: int
+    pieces: tuple[tuple[int, ParameterLayout], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRank:
     """One rank's program and what its data-parallel replicas differ in.
 
-    partitions: every group's partition of the ranks; pieces: each bucket's pieces (first element, layout) and size
+    partitions: every group's partition of the ranks
     """
 
     program: Program
     partitions: dict[str, tuple[tuple[int, ...], ...]]
-    pieces: tuple[tuple[int, tuple[tuple[int, ParameterLayout], ...]], ...]
-    stage: int
+    buckets: tuple[TracedBucket, ...]
 
 
 class Tape:
@@ -68,8 +70,8 @@ class Tape:
         self.recorder, self.meter = recorder, meter
         self.steps: list[Step] = []
         self._first = self._first_change = 0
-        self._issued: dict[tuple[str, str], int] = {}
-        self._issued_before: dict[int, dict[tuple[str, str], int]] = {}
+        self._issued: dict[tuple[str, Operation], int] = {}
+        self._issued_before: dict[int, dict[tuple[str, Operation], int]] = {}
 
     def cut(self, label: str, kept_for: MemoryKind) -> Segment:
         """What was noted since the last cut."""
@@ -174,15 +176,13 @@ class TracedChunk:
 def model_microbatches(step: TrainingStep) -> list[int]:
     """For each microbatch the one that it does the same as; itself, if there is none before it.
 
-    In stages 2 and 3 a backward pass waits for reductions of those before it: what it does settles after a few, and
+    Where a backward pass waits for reductions of those before it, what it does settles after a few, and
     with several chunks goes by its place among the pp microbatches that pass through all chunks together.
     """
     data_parallel, microbatches = step.data_parallel, step.plan.microbatches
-    assert isinstance(data_parallel, ZeroDataParallel)
-    reaching = data_parallel.stage >= 2
+    reaching = data_parallel.reductions_under_way
     period = step.mesh.pp.size if reaching and len(step.stages) > 1 else 1
-    unsettled = 1 + -(-REDUCTIONS_UNDER_WAY // len(data_parallel.buckets)) if reaching else 1
-    first = unsettled * period
+    first = (1 + -(-reaching // len(data_parallel.buckets))) * period
     last = (microbatches - 1) // period * period
     return [
         microbatch if microbatch < first + period or microbatch >= last else first + microbatch % period
@@ -192,91 +192,18 @@ def model_microbatches(step: TrainingStep) -> list[int]:
 
 def classify(step: TrainingStep, meter: Meter) -> None:
     """Says what the storages of a rank's model states are held for."""
-    assert isinstance(step.data_parallel, ZeroDataParallel)
     for bucket in step.data_parallel.buckets:
-        whole = MemoryKind.GATHERED if bucket.stage == 3 else MemoryKind.PARAMETERS
-        kinds = [
-            (bucket.parameters, whole),
-            (bucket.gradient_shard, MemoryKind.GRADIENTS),
-            (bucket.shard, MemoryKind.PARAMETERS),
-            (bucket.master, MemoryKind.OPTIMIZER),
-        ]
-        for tensor, kind in kinds:
+        for kind, tensor in bucket.states():
             meter.keep(tensor, kind)
 
 
-def gradient_labels(step: TrainingStep, recorder: Recorder) -> None:
-    """Lets the recorder say which bucket's gradient a reduction is of."""
-    assert isinstance(step.data_parallel, ZeroDataParallel)
-    sized: dict[int, list[tuple[int, Bucket]]] = {}
-    for index, bucket in enumerate(step.data_parallel.buckets):
-        sized.setdefault(bucket.padded_elements, []).append((index, bucket))
-
-    def find(tensor: Tensor) -> int:
-        same = sized.get(tensor.numel(), ())
-        return next((index for index, bucket in same if bucket.holds_gradient(tensor)), -1)
-
-    recorder.gradient_of = find
-
-
 def gradient_rules(step: TrainingStep) -> tuple[GradientRule, ...]:
-    """How often each bucket's gradient must be reduced over dp in one step."""
-    data_parallel = step.data_parallel
-    assert isinstance(data_parallel, ZeroDataParallel)
-    if data_parallel.group.size == 1:
-        return ()
-    reductions = step.plan.microbatches if data_parallel.stage >= 2 else 1
+    """How often each bucket's gradient must be reduced over its replicas in one step."""
     return tuple(
-        GradientRule(index, data_parallel.group.name, bucket.padded_elements, reductions)
-        for index, bucket in enumerate(data_parallel.buckets)
+        GradientRule(bucket.number, bucket.group.name, bucket.padded_elements, reductions)
+        for bucket in step.data_parallel.buckets
+        if (reductions := bucket.reductions(step.plan.microbatches))
     )
-
-
-def address_messages(steps: Sequence[Step], pp: Group) -> list[Step]:
-    """Notes in each pipeline message what it is (`F3 for stage 2`), which both sides must agree on.
-
-    A message is sent after the action that makes it, and waited for before the action that uses it.
-    """
-    carried: dict[tuple[str, int], str] = {}
-    counts: Counter[str] = Counter()
-    awaited: list[int] = []
-    stage, action = 0, ""
-    for step in steps:
-        if step.acts:
-            made = Action.parse(step.label)
-            stage, action = made.chunk * pp.size + pp.rank, f"{made.kind}{made.microbatch}"
-            for number in awaited:
-                carried["receive", number] = f"{action} for stage {stage}"
-            awaited.clear()
-            continue
-        for event in step.segment.messages:
-            if event.group != pp.name or event.operation not in ALONE:
-                continue
-            if isinstance(event, Wait):
-                if event.operation == "receive":
-                    awaited.append(counts["receive"] - 1 - event.age)
-                continue
-            if event.operation == "send":
-                further = stage + (1 if action[0] == Kind.FORWARD else -1)
-                carried["send", counts["send"]] = f"{action} for stage {further}"
-            counts[event.operation] += 1
-    counts.clear()
-    return [replace(step, segment=_addressed(step.segment, pp.name, carried, counts)) for step in steps]
-
-
-def _addressed(
-    segment: Segment, group: str, carried: Mapping[tuple[str, int], str], counts: Counter[str]
-) -> Segment:
-    """The segment with what its messages are. counts: of the messages before it; it is counted too."""
-    if not any(key[0] == group and key[1] in ALONE for key in segment.issues):
-        return segment
-    events: list[Event] = []
-    for event in segment.events:
-        if isinstance(event, Communicate) and event.group == group and event.operation in ALONE:
-            event = replace(event, detail=carried[event.operation, counts[event.operation]])
-            counts[event.operation] += 1
-        events.append(event)
-    return Segment(tuple(events), segment.memory)
 
 
 def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
@@ -326,7 +253,6 @@ def record_step(
         for number in meter.alive:
             meter.kind_of.setdefault(number, MemoryKind.OPTIMIZER)
         held = meter.held()
-        gradient_labels(step, recorder)
         recorder.forget()
         meter.changes.clear()
         models = model_microbatches(step) if repeat else range(plan.microbatches)
@@ -336,8 +262,7 @@ def record_step(
         step.train(batches, 1e-3)
         step.pipeline.chunks, step.losses = (), ()  # a step's losses are kept for whoever asks after it
         tape.cut(UPDATE, MemoryKind.TEMPORARIES)
-    steps = address_messages(tape.steps, mesh.pp)
-    program = Program((Step(SETUP, setup), *steps), gradient_rules(step), held)
+    program = Program((Step(SETUP, setup), *tape.steps), gradient_rules(step), held)
     return program, step, meter
 
 
@@ -377,10 +302,11 @@ def trace_rank(
         batches=imagined_batches(plan, documents),
         known=known,
     )
-    assert isinstance(step.data_parallel, ZeroDataParallel)
     return TracedRank(
         program=program,
         partitions=world.partitions,
-        pieces=tuple((b.padded_elements, b.pieces) for b in step.data_parallel.buckets),
-        stage=step.data_parallel.stage,
+        buckets=tuple(
+            TracedBucket(elements=b.padded_elements, shards=b.shards, pieces=b.pieces)
+            for b in step.data_parallel.buckets
+        ),
     )

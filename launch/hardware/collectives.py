@@ -134,6 +134,7 @@ def _barrier(group: _Group, nbytes: float) -> float:
 
 _SECONDS: Final[dict[str, Callable[[_Group, float], float]]] = {
     "all_reduce": _all_reduce,
+    "all_reduce largest": _all_reduce,
     "all_gather": _one_way,
     "reduce_scatter": _one_way,
     "all_to_all": _all_to_all,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from triaxis.launch.hardware.collectives import collective_seconds, send_seconds
 from triaxis.launch.hardware.hardware import Hardware
-from triaxis.parallel.programs.lockstep import ALONE, Call, Item, Replay, rank_classes
+from triaxis.parallel.programs.lockstep import Call, Item, Replay, rank_classes
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
     PIPELINE,
     SETUP,
@@ -25,7 +26,6 @@ from triaxis.parallel.programs.program import (
 )
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-FREE = ("new_group",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,11 @@ class Prices:
 
     def message(self, event: Communicate, ranks: Sequence[int], place: int) -> float:
         """A communication of the rank at `place` of `ranks`."""
-        if event.operation in FREE or (event.nbytes == 0 and event.operation != "barrier"):
+        if event.operation is Operation.NEW_GROUP or (
+            event.nbytes == 0 and event.operation is not Operation.BARRIER
+        ):
             return 0.0
-        alone = event.operation in ALONE
+        alone = event.operation.is_message
         key = (
             event.operation,
             event.nbytes,
@@ -122,7 +124,7 @@ class Prices:
             if alone:
                 found = send_seconds(event.nbytes, ranks[place], ranks[event.peer], self.hardware)
             else:
-                found = collective_seconds(event.operation.split()[0], event.nbytes, ranks, self.hardware)
+                found = collective_seconds(event.operation, event.nbytes, ranks, self.hardware)
             self._messages[key] = found
         return found
 
@@ -161,7 +163,7 @@ class _Timed(Replay):
                 row.compute.append((start, end, step.label))
 
     def queue_of(self, event: Communicate) -> str:
-        return f"{event.group} {event.peer} {event.operation}" if event.operation in ALONE else event.group
+        return f"{event.group} {event.peer} {event.operation}" if event.operation.is_message else event.group
 
     def seconds(self, call: Call) -> float:
         key = call.owner, call.event.group

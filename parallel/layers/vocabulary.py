@@ -161,9 +161,9 @@ class _CrossEntropy(Function):
                 kept_TV = logits_CV
         sums_2T[1].masked_fill_(~here_T, 0)
         local_T = largest_T.clone()
-        group.all_reduce(largest_T, largest=True)
+        group.all_reduce(largest_T, largest=True, label="largest logits")
         sums_2T[0].mul_((local_T - largest_T).exp_())
-        group.all_reduce(sums_2T)
+        group.all_reduce(sums_2T, label="exponentials and target logits")
         lse_T = largest_T.add_(sums_2T[0].log())
         weight_T = (labels_T != IGNORED_LABEL).to(dtype).mul_(scale)
         ctx.save_for_backward(hidden_TD, rows_T, here_T, lse_T, weight_T, local_T.sub_(lse_T).exp_(), kept_TV)

@@ -106,10 +106,12 @@ class PipelineExecutor:
                     self._backward(step, action)
             elif isinstance(instruction, Receive):
                 buffer = torch.empty(self.activation_shape, dtype=self.dtype, device=self.device)
-                step.received[action] = buffer, self.group.irecv(buffer, instruction.from_rank)
+                work = self.group.irecv(buffer, instruction.from_rank, label=self._label(action))
+                step.received[action] = buffer, work
             else:
                 tensor = step.made.pop(action)
-                step.sends.append((tensor, self.group.isend(tensor, instruction.to_rank)))
+                label = self._label(action, further=1 if action.kind is Kind.FORWARD else -1)
+                step.sends.append((tensor, self.group.isend(tensor, instruction.to_rank, label=label)))
                 step.finish_sends(under_way=SENDS_UNDER_WAY)
         step.finish_sends(under_way=0)
         return step.losses
@@ -146,6 +148,11 @@ class PipelineExecutor:
                 f"but has {list(tensor.shape)} and {tensor.dtype}"
             )
         step.made[action] = tensor.detach().contiguous()
+
+    def _label(self, action: Action, further: int = 0) -> str:
+        """What a message is, the same for both sides: the action that uses it, and where (`F3 for stage 2`)."""
+        stage = action.chunk * self.group.size + self.group.rank + further
+        return f"{action.kind}{action.microbatch} for stage {stage}"
 
     def _is_first(self, action: Action) -> bool:
         return action.chunk == 0 and self.group.rank == 0

@@ -121,6 +121,11 @@ class Topology:
             raise ValueError(f"`rank` must be from 0 to {self.world_size - 1}, but is {rank}")
 
 
+def members_with(rank: int, partition: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The part of a partition that holds the rank."""
+    return tuple(next(part for part in partition if rank in part))
+
+
 def resolve_topology(
     *,
     world_size: int,

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from triaxis.parallel.programs.operation import OPPOSITE, Operation
 from triaxis.parallel.programs.program import Cluster, Communicate, Program, Wait
 
-ALONE = ("send", "receive")
 MOST_SHOWN = 6
 
 
@@ -144,7 +144,7 @@ class State:
     items: Iterator[Item]
     queues: dict[str, deque[Call]] = field(default_factory=dict)
     last: dict[str, Call] = field(default_factory=dict)
-    issued: dict[tuple[str, str], list[Call]] = field(default_factory=dict)
+    issued: dict[tuple[str, Operation], list[Call]] = field(default_factory=dict)
     waits: Call | None = None
     clock: float = 0.0
     over: bool = False
@@ -232,7 +232,7 @@ class Replay:
     def _issue(self, index: int, label: str, event: Communicate) -> None:
         state = self.states[index]
         instance, kinds, by_place = self._group(index, event.group)
-        if event.operation in ALONE:
+        if event.operation.is_message:
             if not 0 <= event.peer < len(by_place):
                 self._fail("channels", f"{self._who(index)}: {event} has no such place", index)
                 return
@@ -243,7 +243,7 @@ class Replay:
         state.issued.setdefault((event.group, event.operation), []).append(call)
         name = self.queue_of(event)
         queue = state.queues.setdefault(name, deque())
-        if not queue and others == (index,) and event.operation not in ALONE:
+        if not queue and others == (index,) and not event.operation.is_message:
             self._do_alone(call, name)  # its group's members are all of this class, and so all there
             return
         queue.append(call)
@@ -267,7 +267,7 @@ class Replay:
                 continue
             if call.before is not None:
                 call.ready = max(call.ready, call.before.end)
-            partners = self._pair(call) if call.event.operation in ALONE else self._meet(call)
+            partners = self._pair(call) if call.event.operation.is_message else self._meet(call)
             if not partners:
                 continue
             last = max(partners, key=lambda partner: partner.ready)
@@ -307,7 +307,7 @@ class Replay:
         if not queue:
             return ()
         theirs = queue[0]
-        opposite = "receive" if call.event.operation == "send" else "send"
+        opposite = OPPOSITE[call.event.operation]
         fits = (
             theirs.event.operation == opposite
             and theirs.event.group == call.event.group
@@ -316,7 +316,7 @@ class Replay:
         if not fits:
             return ()
         mine, yours = call.event, theirs.event
-        if (mine.dtype, mine.elements, mine.detail) != (yours.dtype, yours.elements, yours.detail):
+        if (mine.dtype, mine.elements, mine.label) != (yours.dtype, yours.elements, yours.label):
             self._fail(
                 "channels",
                 f"a message is not what is received: {self._told(call)}; {self._told(theirs)}",
@@ -329,7 +329,7 @@ class Replay:
     def _opposite_queue(self, call: Call) -> str:
         """The queue in which the other side of a message would stand."""
         by_place = self._group(call.others[0], call.event.group)[2]
-        opposite = "receive" if call.event.operation == "send" else "send"
+        opposite = OPPOSITE[call.event.operation]
         place = by_place.index(call.owner)
         return self.queue_of(replace(call.event, operation=opposite, peer=place))
 
@@ -350,7 +350,7 @@ class Replay:
         waits_for: dict[int, tuple[Call, list[int]]] = {}
         for index in blocked:
             call = self._head_before(index)
-            if call.event.operation in ALONE:
+            if call.event.operation.is_message:
                 missing = list(call.others)
             else:
                 come = self._arrived.get(call.instance, {})

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from triaxis.parallel.places.topology import members_with
+from triaxis.parallel.programs.operation import Operation
+
 SETUP, PIPELINE, UPDATE = "setup", "pipeline", "update"
 """Labels of steps that are no action of the schedule: before the first, between actions, and after the last."""
 
@@ -44,38 +47,42 @@ class Compute:
     written_bytes: int
 
 
+_WHOM = {Operation.SEND: " to place ", Operation.RECEIVE: " from place "}
+
+
 @dataclass(frozen=True, slots=True)
 class Communicate:
     """A communication is issued.
 
     elements: of the whole tensor (gathered, or before it is scattered), or of the message
     peer: the other side's place in the group, or the root's; -1 for neither
-    detail: what else they must agree on (a new group's partition; what a pipeline message is: `F3 for stage 2`)
+    label: what it is for, on which they must agree too (`gradient of bucket 2`; of a pipeline message `F3 for stage 2`;
+        of a new group its partition)
     gradient: the bucket whose gradient is reduced here; -1 for none
     varying: index into the rank's own `sizes`, which hold the elements instead; -1 where all ranks have the same
     """
 
-    operation: str
+    operation: Operation
     group: str
     dtype: str
     elements: int
     nbytes: int
     peer: int = -1
     site: str = ""
-    detail: str = ""
+    label: str = ""
     gradient: int = -1
     varying: int = -1
 
     def asked(self) -> tuple[object, ...]:
         """What the members of a collective must agree on."""
-        return (self.operation, self.dtype, self.elements, self.peer, self.detail)
+        return (self.operation, self.dtype, self.elements, self.peer, self.label)
 
     def __str__(self) -> str:
         what = f"{self.operation} of {self.elements:,} {self.dtype}" if self.elements else self.operation
-        whom = {"send": " to place ", "receive": " from place "}.get(self.operation, " of member ")
+        whom = _WHOM.get(self.operation, " of member ")
         peer = f"{whom}{self.peer}" if self.peer >= 0 else ""
-        detail = f" ({self.detail})" if self.detail else ""
-        return f"{what}{detail}{peer} in group '{self.group}' at {self.site}"
+        label = f" ({self.label})" if self.label else ""
+        return f"{what}{label}{peer} in group '{self.group}' at {self.site}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class Wait:
     """A communication is waited for: of those of its kind issued in its group, the one `age` before the last."""
 
     group: str
-    operation: str
+    operation: Operation
     age: int
 
 
@@ -122,7 +129,7 @@ class Segment:
         return tuple(event for event in self.events if not isinstance(event, Compute))
 
     @cached_property
-    def issues(self) -> Mapping[tuple[str, str], int]:
+    def issues(self) -> Mapping[tuple[str, Operation], int]:
         """How many communications it issues, by group and operation."""
         return Counter(
             (event.group, event.operation) for event in self.messages if isinstance(event, Communicate)
@@ -178,11 +185,6 @@ class Program:
     def talk(self) -> tuple[tuple[object, ...], ...]:
         """What other ranks can see of this program: equal for ranks that cannot be told apart."""
         return tuple(step.segment.messages for step in self.steps if step.segment.messages)
-
-
-def members_with(rank: int, partition: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The part of a partition that holds the rank."""
-    return tuple(next(part for part in partition if rank in part))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from triaxis.parallel.programs.lockstep import MOST_SHOWN, Fault, Replay, rank_classes
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import Cluster, Communicate, Program
 
 __all__ = ["Fault", "Proof", "prove", "rank_classes"]
@@ -84,7 +85,7 @@ def _check_programs(cluster: Cluster) -> Iterator[Fault]:
 
 
 def _program_faults(program: Program) -> Iterator[tuple[str, str]]:
-    issued: dict[tuple[str, str], list[tuple[str, Communicate, list[str]]]] = {}
+    issued: dict[tuple[str, Operation], list[tuple[str, Communicate, list[str]]]] = {}
     reductions: dict[int, list[Communicate]] = {}
     for label, event in program.messages():
         key = event.group, event.operation

@@ -8,7 +8,7 @@ In 32 or 64 bits the parameters are their own master copy. (Rajbhandari et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from triaxis.parallel.layers.declare import Layouts
 from triaxis.parallel.layers.gradient import GradientSlot, give_slot
 from triaxis.parallel.places.layout import ParameterLayout
+from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment, cut_segments, padded_elements, shard_range
 from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.worlds.group import DONE, Group, Work
@@ -53,7 +54,7 @@ class GradientPool:
 class Bucket:
     """Parameters, gradients and master weights of some parameters, as one ZeRO stage keeps them.
 
-    parameters: flat [padded elements], freed between uses in stage 3
+    number: its place among the rank's buckets; parameters: flat [padded elements], freed between uses in stage 3
     shard: this rank's part of it (stage 0: all of it); master: the same in the optimizer's precision
     gradient_shard: the gradient of `shard`, valid once reduced
     """
@@ -63,6 +64,7 @@ class Bucket:
         members: Mapping[nn.Parameter, Layouts],
         group: Group,
         *,
+        number: int,
         stage: int,
         accumulate_dtype: torch.dtype,
         master_dtype: torch.dtype,
@@ -70,6 +72,7 @@ class Bucket:
         fill: Fill | None,
     ) -> None:
         self.members, self.group, self.stage, self._pool = tuple(members), group, stage, pool
+        self.number = number
         self._pieces: list[tuple[int, ParameterLayout]] = []
         self._offsets: list[int] = []
         elements = 0
@@ -147,13 +150,30 @@ class Bucket:
         """Each piece's first element in the bucket, and its layout."""
         return tuple(self._pieces)
 
-    def holds_gradient(self, tensor: Tensor) -> bool:
-        """Whether the tensor is this bucket's buffer of unreduced gradients."""
-        return self._buffer is not None and self._buffer.data_ptr() == tensor.data_ptr()
+    @property
+    def shards(self) -> int:
+        """Into how many parts the bucket's master weights are cut: 1 in stage 0, where every rank updates all."""
+        return self.group.size if self.stage else 1
+
+    def reductions(self, microbatches: int) -> int:
+        """How often a step of so many microbatches reduces the bucket's gradient."""
+        if self.group.size == 1:
+            return 0
+        return microbatches if self.stage >= 2 else 1
+
+    def states(self) -> Iterator[tuple[MemoryKind, Tensor]]:
+        """The tensors that are held all the time, or come and go as wholes, and what for."""
+        yield MemoryKind.GATHERED if self.stage == 3 else MemoryKind.PARAMETERS, self.parameters
+        yield MemoryKind.GRADIENTS, self.gradient_shard
+        yield MemoryKind.PARAMETERS, self.shard
+        yield MemoryKind.OPTIMIZER, self.master
 
     def whole_segments(self) -> tuple[Segment, ...]:
         """The bucket's pieces, each as one segment of the whole bucket."""
         return cut_segments(self._pieces, 0, self.padded_elements)
+
+    def _label(self, what: str) -> str:
+        return f"{what} of bucket {self.number}"
 
     # Parameters: stage 3 gathers them before use and frees them after.
 
@@ -162,7 +182,9 @@ class Bucket:
         storage = self.parameters.untyped_storage()
         if self._gathering is None and storage.nbytes() == 0:
             resize_storage(self.parameters, self.padded_elements * self.parameters.element_size())
-            self._gathering = self.group.all_gather(self.parameters, self.shard, asynchronous=True)
+            self._gathering = self.group.all_gather(
+                self.parameters, self.shard, label=self._label("parameters"), asynchronous=True
+            )
 
     def gather(self) -> None:
         self.start_gather()
@@ -199,10 +221,10 @@ class Bucket:
         self.pending = 0
         for slot in self._slots:
             slot.fill_if_empty()
-        whole = self._gradients()
+        whole, label = self._gradients(), self._label("gradient")
         self.finish_reduce()
         if self.stage == 0:
-            work = self.group.all_reduce(whole, asynchronous=True)
+            work = self.group.all_reduce(whole, label=label, bucket=self.number, asynchronous=True)
             self._reducing = (work, whole, self.gradient_shard)
             return
         shard = self.gradient_shard
@@ -211,7 +233,8 @@ class Bucket:
                 shard = torch.empty_like(shard)
             for slot in self._slots:
                 slot.empty = True
-        self._reducing = (self.group.reduce_scatter(shard, whole, asynchronous=True), whole, shard)
+        work = self.group.reduce_scatter(shard, whole, label=label, bucket=self.number, asynchronous=True)
+        self._reducing = (work, whole, shard)
         if self.stage >= 2:
             self._buffer = None
         self.reduced_once = True
@@ -242,4 +265,6 @@ class Bucket:
             self.shard.copy_(self.master)
         if self.stage in (0, 3):
             return DONE
-        return self.group.all_gather(self.parameters, self.shard, asynchronous=True)
+        return self.group.all_gather(
+            self.parameters, self.shard, label=self._label("updated parameters"), asynchronous=True
+        )

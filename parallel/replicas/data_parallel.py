@@ -8,19 +8,46 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triaxis.parallel.places.layout import ParameterLayout
+from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment
 from triaxis.parallel.worlds.group import Group
 
+PARTIAL_GRADIENTS = "gradients that are partial"
+"""What the sums over further axes say they are for."""
+
 
 class Shard(Protocol):
-    """Flat master weights that this rank updates, and what they belong to.
+    """A bucket, and the flat master weights of it that this rank updates.
 
-    gradient_shard: their gradient, valid after `synchronize_gradients`
+    number: its place among the rank's buckets; group: the ranks that hold the same parameters
+    segments: what `master` is made of; gradient_shard: its gradient, valid after `synchronize_gradients`
     """
 
+    number: int
+    group: Group
+    padded_elements: int
     master: Tensor
     gradient_shard: Tensor
     segments: tuple[Segment, ...]
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ParameterLayout], ...]:
+        """Each piece's first element in the bucket, and its layout."""
+        ...
+
+    @property
+    def shards(self) -> int:
+        """Into how many equal parts the padded bucket is cut; member i of `group` updates part i (or all, if one)."""
+        ...
+
+    def reductions(self, microbatches: int) -> int:
+        """How often a step of so many microbatches reduces the bucket's gradient over `group`."""
+        ...
+
+    def states(self) -> Iterator[tuple[MemoryKind, Tensor]]:
+        """The tensors that are held all the time, or come and go as wholes, and what for."""
+        ...
 
 
 class DataParallel(Protocol):
@@ -28,6 +55,11 @@ class DataParallel(Protocol):
 
     @property
     def buckets(self) -> Sequence[Shard]: ...
+
+    @property
+    def reductions_under_way(self) -> int:
+        """How many reductions may outlast the backward pass that began them; 0 if none does."""
+        ...
 
     def start_step(self) -> None: ...
 
@@ -65,7 +97,7 @@ def sum_partial_gradients(shards: Sequence[Shard], groups: Mapping[str, Group]) 
         group, runs = groups[name], partial[name]
         if group.size > 1:
             flat = torch.cat(runs)
-            group.all_reduce(flat)
+            group.all_reduce(flat, label=PARTIAL_GRADIENTS)
             torch._foreach_copy_(runs, list(flat.split([run.numel() for run in runs])))
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from triaxis.parallel.layers.declare import declared, pieces
 from triaxis.parallel.places.layout import ParameterLayout
+from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment, cut_segments
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
 from triaxis.parallel.replicas.initialize import Fill
@@ -38,8 +39,10 @@ class FsdpShard:
     [8, 12); rank 1 holds [12, 20), one segment [0, 8) of the second piece, from its element 4.
     """
 
-    def __init__(self, parameter: nn.Parameter, layouts: Sequence[ParameterLayout], group: Group) -> None:
-        self.parameter, self._group = parameter, group
+    def __init__(
+        self, number: int, parameter: nn.Parameter, layouts: Sequence[ParameterLayout], group: Group
+    ) -> None:
+        self.number, self.parameter, self.group = number, parameter, group
         self._pieces: list[tuple[int, ParameterLayout]] = []
         self._elements = 0
         for layout in layouts:
@@ -47,10 +50,29 @@ class FsdpShard:
             self._elements += layout.elements
         rows = parameter.shape[0]
         self._rank_elements = -(-rows // group.size) * (self._elements // rows)
+        self.padded_elements = group.size * self._rank_elements
         start = min(group.rank * self._rank_elements, self._elements)
         self.master = _local(parameter)
         self.segments = cut_segments(self._pieces, start, start + self.master.numel())
         self.gradient_shard = self.master.new_empty(0)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, ParameterLayout], ...]:
+        """Each piece's first element in the parameter, and its layout."""
+        return tuple(self._pieces)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the parameter is cut."""
+        return self.group.size
+
+    def reductions(self, microbatches: int) -> int:
+        """None that a group sees: torch's own hooks reduce."""
+        return 0
+
+    def states(self) -> Iterator[tuple[MemoryKind, Tensor]]:
+        """The parameters, which are their own masters; gradients come and go with each step."""
+        yield MemoryKind.PARAMETERS, self.master
 
     def drop_gradient(self) -> None:
         self.parameter.grad = None
@@ -65,8 +87,8 @@ class FsdpShard:
         """Each piece, whole, of what `shard` is a shard of. Collective on the data-parallel axis."""
         padded = shard.new_zeros(self._rank_elements)
         padded[: shard.numel()] = shard
-        whole = shard.new_empty(self._group.size * self._rank_elements)
-        self._group.all_gather(whole, padded)
+        whole = shard.new_empty(self.padded_elements)
+        self.group.all_gather(whole, padded, label="what is inspected")
         for segment in cut_segments(self._pieces, 0, self._elements):
             yield segment, whole[segment.start : segment.stop].view(segment.layout.local_shape)
 
@@ -107,9 +129,16 @@ class FsdpDataParallel:
                 root.set_force_sum_reduction_for_comms(True)
             self._roots.append(root)
             self.buckets += [
-                FsdpShard(parameter, pieces, mesh.dp)
-                for parameter, pieces in zip(module.parameters(), layouts, strict=True)
+                FsdpShard(number, parameter, pieces, mesh.dp)
+                for number, (parameter, pieces) in enumerate(
+                    zip(module.parameters(), layouts, strict=True), start=len(self.buckets)
+                )
             ]
+
+    @property
+    def reductions_under_way(self) -> int:
+        """None: the last microbatch's backward pass ends with its reductions."""
+        return 0
 
     def start_step(self) -> None:
         for bucket in self.buckets:

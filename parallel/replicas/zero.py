@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +85,9 @@ class ZeroDataParallel:
         self._under_way = ReductionQueue[Bucket](REDUCTIONS_UNDER_WAY if self.stage >= 2 else None)
         self._last = False
         self._units: list[list[Unit]] = []
+        numbers = count()
         for module in modules:
-            units = self._make_units(module, wrap, accumulate_dtype, bucket_elements, fill)
+            units = self._make_units(module, wrap, accumulate_dtype, bucket_elements, fill, numbers)
             self._units.append(units)
             self._hook_gradients(units)
             if self.stage == 3:
@@ -100,6 +102,7 @@ class ZeroDataParallel:
         accumulate_dtype: torch.dtype | None,
         bucket_elements: int,
         fill: Fill | None,
+        numbers: Iterator[int],
     ) -> list[Unit]:
         grouped = group_parameters(module, wrap)
         units = [Unit(owner) for owner, _ in grouped] if self.stage == 3 else [Unit(module)]
@@ -113,6 +116,7 @@ class ZeroDataParallel:
             bucket = Bucket(
                 {member: layouts[member] for member in members},
                 self.group,
+                number=next(numbers),
                 stage=self.stage,
                 accumulate_dtype=accumulate_dtype or master,
                 master_dtype=master,
@@ -199,6 +203,11 @@ class ZeroDataParallel:
 
     # One optimizer step.
 
+    @property
+    def reductions_under_way(self) -> int:
+        """How many reductions may outlast the backward pass that began them; 0 if none does."""
+        return REDUCTIONS_UNDER_WAY if self.stage >= 2 else 0
+
     def start_step(self) -> None:
         for bucket in self.buckets:
             bucket.start_step()
@@ -262,7 +271,7 @@ class ZeroDataParallel:
             whole = shard
             if self.stage:
                 whole = shard.new_empty(bucket.padded_elements)
-                self.group.all_gather(whole, shard)
+                self.group.all_gather(whole, shard, label="what is inspected")
             for segment in bucket.whole_segments():
                 yield segment, whole[segment.start : segment.stop].view(segment.layout.local_shape)
 

@@ -3,19 +3,24 @@
 A collective is written as a signature over placements: R replicated, V varying (sharded), P partial.
     all_reduce: P → R     all_gather: V → R     reduce_scatter: P → V     all_to_all: V → V
 Tensors are contiguous. Reductions are sums. A group of one is free: no copy, no message.
+Whoever asks for an operation may say what it is for: `label` in words, on which the members must agree, and `bucket`,
+the number of the bucket whose gradient is reduced. What a message is, is known from there and from nowhere else.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.worlds.failure import call_site
+
+Partition = tuple[tuple[int, ...], ...]
 
 
 class Work(Protocol):
@@ -40,10 +45,10 @@ DONE = Done()
 class Traffic:
     """Messages and bytes that this rank sent in one group, by operation."""
 
-    messages: dict[str, int] = field(default_factory=dict)
-    sent_bytes: dict[str, int] = field(default_factory=dict)
+    messages: dict[Operation, int] = field(default_factory=dict)
+    sent_bytes: dict[Operation, int] = field(default_factory=dict)
 
-    def add(self, operation: str, sent_bytes: int) -> None:
+    def add(self, operation: Operation, sent_bytes: int) -> None:
         self.messages[operation] = self.messages.get(operation, 0) + 1
         self.sent_bytes[operation] = self.sent_bytes.get(operation, 0) + sent_bytes
 
@@ -55,18 +60,48 @@ class Traffic:
         self.sent_bytes.clear()
 
 
-def sent_bytes(operation: str, nbytes: int, size: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a rank asks of a group, and for what.
+
+    site: where it was called, for people only; peer: the place of the other side, or of the root; -1 for neither
+    """
+
+    operation: Operation
+    site: str
+    label: str = ""
+    bucket: int = -1
+    peer: int = -1
+
+    def told(self, ranks: Sequence[int]) -> str:
+        """The operation, what it is for and with whom of the group's ranks: `send (F3 for stage 2) to rank 5`."""
+        what = f"{self.operation} ({self.label})" if self.label else str(self.operation)
+        return f"{what} {_WHOM[self.operation]} rank {ranks[self.peer]}" if self.peer >= 0 else what
+
+
+_WHOM = {Operation.SEND: "to", Operation.RECEIVE: "of", Operation.BROADCAST: "of"}
+
+
+def _part_of_others(nbytes: int, size: int) -> int:
+    return nbytes * (size - 1) // size
+
+
+_SENT_BYTES: dict[Operation, Callable[[int, int], int]] = {
+    Operation.ALL_REDUCE: lambda nbytes, size: 2 * nbytes * (size - 1) // size,
+    Operation.ALL_REDUCE_LARGEST: lambda nbytes, size: 2 * nbytes * (size - 1) // size,
+    Operation.BROADCAST: lambda nbytes, size: nbytes,
+    Operation.SEND: lambda nbytes, size: nbytes,
+    Operation.RECEIVE: lambda nbytes, size: 0,
+    Operation.BARRIER: lambda nbytes, size: 0,
+}
+
+
+def sent_bytes(operation: Operation, nbytes: int, size: int) -> int:
     """What a member of a group of `size` sends, at the lower bound of a ring.
 
     nbytes: of the whole tensor (gathered, or before it is scattered), or of the message
     """
-    if operation.startswith("all_reduce"):
-        return 2 * nbytes * (size - 1) // size
-    if operation in ("receive", "barrier"):
-        return 0
-    if operation in ("send", "broadcast"):
-        return nbytes
-    return nbytes * (size - 1) // size
+    return _SENT_BYTES.get(operation, _part_of_others)(nbytes, size)
 
 
 class Group(ABC):
@@ -74,7 +109,7 @@ class Group(ABC):
 
     name: what the group is called in messages and metrics ("tp", "dp", "world", …)
     ranks: the members' ranks in the world; rank: this rank's place among them
-    operations: how many there were; last_operation, last_site: the latest one, and where it was called
+    operations: how many there were; last: the latest one
     `asynchronous=True` returns at once: the tensors belong to the group until `wait`.
     """
 
@@ -85,69 +120,95 @@ class Group(ABC):
         self.rank = self.ranks.index(world_rank)
         self.traffic = Traffic()
         self.operations = 0
-        self.last_operation = self.last_site = ""
+        self.last: Request | None = None
 
-    def _note(self, operation: str, nbytes: int) -> None:
+    def _ask(
+        self, operation: Operation, nbytes: int, label: str = "", bucket: int = -1, peer: int = -1
+    ) -> Request:
         self.traffic.add(operation, sent_bytes(operation, nbytes, self.size))
         self.operations += 1
-        self.last_operation, self.last_site = operation, call_site()
+        self.last = Request(operation, call_site(), label, bucket, peer)
+        return self.last
 
-    def all_reduce(self, tensor: Tensor, *, largest: bool = False, asynchronous: bool = False) -> Work:
-        """P → R, in place: every member gets the sum (or, with `largest`, the maximum)."""
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        largest: bool = False,
+        label: str = "",
+        bucket: int = -1,
+        asynchronous: bool = False,
+    ) -> Work:
+        """P → R, in place: every member gets the sum (or, with `largest`, the maximum).
+
+        bucket: the number of the bucket whose gradient it is; -1 for none
+        """
         if self.size == 1:
             return DONE
-        self._note("all_reduce", tensor.nbytes)
-        return self._finish(self._all_reduce(tensor, largest), asynchronous)
+        operation = Operation.ALL_REDUCE_LARGEST if largest else Operation.ALL_REDUCE
+        request = self._ask(operation, tensor.nbytes, label, bucket)
+        return self._finish(self._all_reduce(request, tensor), asynchronous)
 
-    def all_gather(self, output: Tensor, shard: Tensor, *, asynchronous: bool = False) -> Work:
+    def all_gather(
+        self, output: Tensor, shard: Tensor, *, label: str = "", asynchronous: bool = False
+    ) -> Work:
         """V → R: `output` (size × shard elements) gets the members' shards in order.
 
         `shard` may be the member's own part of `output`.
         """
         if self.size == 1:
             return self._copy(output, shard)
-        self._note("all_gather", shard.nbytes * self.size)
-        return self._finish(self._all_gather(output, shard), asynchronous)
+        request = self._ask(Operation.ALL_GATHER, shard.nbytes * self.size, label)
+        return self._finish(self._all_gather(request, output, shard), asynchronous)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor, *, asynchronous: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        shard: Tensor,
+        whole: Tensor,
+        *,
+        label: str = "",
+        bucket: int = -1,
+        asynchronous: bool = False,
+    ) -> Work:
         """P → V: `shard` gets this member's part of the sum of the members' `whole` (size × shard elements).
 
         `shard` may be the member's own part of `whole`; the rest of `whole` is undefined afterwards.
+        bucket: as in `all_reduce`
         """
         if self.size == 1:
             return self._copy(shard, whole)
-        self._note("reduce_scatter", shard.nbytes * self.size)
-        return self._finish(self._reduce_scatter(shard, whole), asynchronous)
+        request = self._ask(Operation.REDUCE_SCATTER, shard.nbytes * self.size, label, bucket)
+        return self._finish(self._reduce_scatter(request, shard, whole), asynchronous)
 
-    def all_to_all(self, output: Tensor, whole: Tensor, *, asynchronous: bool = False) -> Work:
+    def all_to_all(
+        self, output: Tensor, whole: Tensor, *, label: str = "", asynchronous: bool = False
+    ) -> Work:
         """V → V: equal part i of `whole` goes to member i; part j of `output` comes from member j."""
         if self.size == 1:
             return self._copy(output, whole)
-        self._note("all_to_all", whole.nbytes)
-        return self._finish(self._all_to_all(output, whole), asynchronous)
+        request = self._ask(Operation.ALL_TO_ALL, whole.nbytes, label)
+        return self._finish(self._all_to_all(request, output, whole), asynchronous)
 
-    def broadcast(self, tensor: Tensor, root: int, *, asynchronous: bool = False) -> Work:
+    def broadcast(self, tensor: Tensor, root: int, *, label: str = "", asynchronous: bool = False) -> Work:
         """In place: every member gets the tensor of member `root` (its place in the group)."""
         if self.size == 1:
             return DONE
-        self._note("broadcast", tensor.nbytes if self.rank == root else 0)
-        return self._finish(self._broadcast(tensor, root), asynchronous)
+        nbytes = tensor.nbytes if self.rank == root else 0
+        request = self._ask(Operation.BROADCAST, nbytes, label, peer=root)
+        return self._finish(self._broadcast(request, tensor), asynchronous)
 
-    def isend(self, tensor: Tensor, peer: int) -> Work:
+    def isend(self, tensor: Tensor, peer: int, *, label: str = "") -> Work:
         """Sends to member `peer`; messages between two members arrive in the order sent."""
-        self._note("send", tensor.nbytes)
-        return self._isend(tensor, peer)
+        return self._isend(self._ask(Operation.SEND, tensor.nbytes, label, peer=peer), tensor)
 
-    def irecv(self, tensor: Tensor, peer: int) -> Work:
-        """Fills `tensor` with the next message of member `peer`."""
-        self._note("receive", 0)
-        return self._irecv(tensor, peer)
+    def irecv(self, tensor: Tensor, peer: int, *, label: str = "") -> Work:
+        """Fills `tensor` with the next message of member `peer`; its label must be the sender's."""
+        return self._irecv(self._ask(Operation.RECEIVE, 0, label, peer=peer), tensor)
 
-    def barrier(self) -> None:
+    def barrier(self, *, label: str = "") -> None:
         """Returns when every member has come here."""
         if self.size > 1:
-            self._note("barrier", 0)
-            self._barrier()
+            self._barrier(self._ask(Operation.BARRIER, 0, label))
 
     @staticmethod
     def _finish(work: Work, asynchronous: bool) -> Work:
@@ -162,22 +223,24 @@ class Group(ABC):
             output.view(-1).copy_(source.reshape(-1))
         return DONE
 
+    # What a world does. Requests are made by the methods above, never for a group of one.
+
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work: ...
+    def _all_reduce(self, request: Request, tensor: Tensor) -> Work: ...
     @abstractmethod
-    def _all_gather(self, output: Tensor, shard: Tensor) -> Work: ...
+    def _all_gather(self, request: Request, output: Tensor, shard: Tensor) -> Work: ...
     @abstractmethod
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work: ...
+    def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work: ...
     @abstractmethod
-    def _all_to_all(self, output: Tensor, whole: Tensor) -> Work: ...
+    def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work: ...
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, root: int) -> Work: ...
+    def _broadcast(self, request: Request, tensor: Tensor) -> Work: ...
     @abstractmethod
-    def _isend(self, tensor: Tensor, peer: int) -> Work: ...
+    def _isend(self, request: Request, tensor: Tensor) -> Work: ...
     @abstractmethod
-    def _irecv(self, tensor: Tensor, peer: int) -> Work: ...
+    def _irecv(self, request: Request, tensor: Tensor) -> Work: ...
     @abstractmethod
-    def _barrier(self) -> None: ...
+    def _barrier(self, request: Request) -> None: ...
 
 
 class World(ABC):
@@ -188,9 +251,15 @@ class World(ABC):
     size: int
     device: torch.device
 
-    @abstractmethod
     def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """The group that holds this rank. Collective: every rank passes the same partition of the world."""
+        parts = tuple(tuple(part) for part in partition)
+        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
+            raise ValueError(f"`partition` of '{name}' must hold each of {self.size} ranks once: {parts}")
+        return self._new_group(name, parts)
+
+    @abstractmethod
+    def _new_group(self, name: str, partition: Partition) -> Group: ...
 
     @abstractmethod
     def close(self) -> None:

@@ -11,12 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a default group, which its default arguments would keep
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its list
+    HashStore,
+    PrefixStore,
+    Store,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from triaxis.parallel.worlds.failure import RankError, call_site
-from triaxis.parallel.worlds.group import Group, World
+from triaxis.parallel.worlds.group import Group, Partition, World
 from triaxis.parallel.worlds.meeting import Address, MeetingError, RefusedElsewhere, meet, open_store
 from triaxis.parallel.worlds.port_holder import port_holder
 from triaxis.parallel.worlds.process_group import GlooGroup, ProcessGroup
@@ -33,13 +37,10 @@ class ProcessWorld(World):
         self._groups: list[ProcessGroup] = []
         self._lends_meshes = False
 
-    def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        parts = [tuple(part) for part in partition]
-        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
-            raise ValueError(f"`partition` of '{name}' must hold each of {self.size} ranks once: {parts}")
+    def _new_group(self, name: str, partition: Partition) -> Group:
         kind = ProcessGroup if self.device.type == "cuda" else GlooGroup
         own: ProcessGroup | None = None
-        for part in parts:
+        for part in partition:
             handle = self._new_handle(name, part) if len(part) > 1 else None
             if self.rank in part:
                 own = kind(name, part, self.rank, handle)

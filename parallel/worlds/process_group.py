@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.worlds.failure import RankError
-from triaxis.parallel.worlds.group import Group, Work
+from triaxis.parallel.worlds.group import Group, Request, Work
 from triaxis.parallel.worlds.summation import HALVES, summed
 
 COLLECTIVE_TAG = 1  # keeps the messages that make up a collective apart from those of `isend` (tag 0)
@@ -83,86 +84,83 @@ class ProcessGroup(Group):
 
     def _pending(
         self,
-        operation: str,
+        request: Request,
         start: Callable[[], Sequence[Any]],
         *tensors: Tensor,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        what = f"rank {self._world_rank}: {operation} in group '{self.name}' {self.ranks}"
-        return _Pending(start, tensors, what, self.last_site, finish)
+        what = f"rank {self._world_rank}: {request.told(self.ranks)} in group '{self.name}' {self.ranks}"
+        return _Pending(start, tensors, what, request.site, finish)
 
-    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
+    def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
         tensor = tensor.detach()
+        largest = request.operation is Operation.ALL_REDUCE_LARGEST
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
 
         def start() -> list[Any]:
             return [dist.all_reduce(tensor, operation, group=self.handle, async_op=True)]
 
-        return self._pending("all_reduce largest" if largest else "all_reduce", start, tensor)
+        return self._pending(request, start, tensor)
 
-    def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
+    def _all_gather(self, request: Request, output: Tensor, shard: Tensor) -> Work:
         output, shard = output.detach().view(-1), shard.detach().view(-1)
 
         def start() -> list[Any]:
             return [dist.all_gather_single(output, shard, group=self.handle, async_op=True)]
 
-        return self._pending("all_gather", start, output, shard)
+        return self._pending(request, start, output, shard)
 
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work:
         shard, whole = shard.detach().view(-1), whole.detach().view(-1)
 
         def start() -> list[Any]:
             return [dist.reduce_scatter_single(shard, whole, group=self.handle, async_op=True)]
 
-        return self._pending("reduce_scatter", start, shard, whole)
+        return self._pending(request, start, shard, whole)
 
-    def _all_to_all(self, output: Tensor, whole: Tensor) -> Work:
+    def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
         output, whole = output.detach().view(-1), whole.detach().view(-1)
 
         def start() -> list[Any]:
             return [dist.all_to_all_single(output, whole, group=self.handle, async_op=True)]
 
-        return self._pending("all_to_all", start, output, whole)
+        return self._pending(request, start, output, whole)
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+    def _broadcast(self, request: Request, tensor: Tensor) -> Work:
         tensor = tensor.detach()
 
         def start() -> list[Any]:
-            return [dist.broadcast(tensor, self.ranks[root], group=self.handle, async_op=True)]
+            return [dist.broadcast(tensor, self.ranks[request.peer], group=self.handle, async_op=True)]
 
-        return self._pending(f"broadcast of member {root}", start, tensor)
+        return self._pending(request, start, tensor)
 
-    def _isend(self, tensor: Tensor, peer: int) -> Work:
-        tensor, rank = tensor.detach(), self.ranks[peer]
-        return self._pending(
-            f"send to rank {rank}", lambda: [dist.isend(tensor, rank, group=self.handle)], tensor
-        )
+    def _isend(self, request: Request, tensor: Tensor) -> Work:
+        tensor, rank = tensor.detach(), self.ranks[request.peer]
+        return self._pending(request, lambda: [dist.isend(tensor, rank, group=self.handle)], tensor)
 
-    def _irecv(self, tensor: Tensor, peer: int) -> Work:
-        tensor, rank = tensor.detach(), self.ranks[peer]
-        return self._pending(
-            f"receive of rank {rank}", lambda: [dist.irecv(tensor, rank, group=self.handle)], tensor
-        )
+    def _irecv(self, request: Request, tensor: Tensor) -> Work:
+        tensor, rank = tensor.detach(), self.ranks[request.peer]
+        return self._pending(request, lambda: [dist.irecv(tensor, rank, group=self.handle)], tensor)
 
-    def _barrier(self) -> None:
+    def _barrier(self, request: Request) -> None:
         def start() -> list[Any]:
             return [dist.barrier(group=self.handle, async_op=True)]
 
-        self._pending("barrier", start).wait()
+        self._pending(request, start).wait()
 
 
 class GlooGroup(ProcessGroup):
     """A group on Gloo, with the compositions that were measured to be faster than Gloo's own."""
 
-    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
+    def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
         """Two ranks exchange and add, which rounds alike on both; half precision is summed in fp32."""
         tensor = tensor.detach()
-        if largest:
-            return super()._all_reduce(tensor, largest)
+        if request.operation is Operation.ALL_REDUCE_LARGEST:
+            return super()._all_reduce(request, tensor)
         if self.size == 2:
             other = torch.empty_like(tensor)
             return self._pending(
-                "all_reduce",
+                request,
                 lambda: self._messages({1 - self.rank: tensor}, {1 - self.rank: other}),
                 tensor,
                 other,
@@ -170,25 +168,25 @@ class GlooGroup(ProcessGroup):
             )
         if tensor.dtype in HALVES:
             wide = tensor.float()
-            work = super()._all_reduce(wide, largest)
+            work = super()._all_reduce(request, wide)
             return _Then(work, lambda: _assign(tensor, wide))
-        return super()._all_reduce(tensor, largest)
+        return super()._all_reduce(request, tensor)
 
-    def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
+    def _all_gather(self, request: Request, output: Tensor, shard: Tensor) -> Work:
         if output.nbytes < LARGE_GATHER_BYTES:
-            return super()._all_gather(output, shard)
+            return super()._all_gather(request, output, shard)
         parts, shard = output.detach().view(self.size, -1), shard.detach().view(-1)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
         others = [member for member in range(self.size) if member != self.rank]
         return self._pending(
-            "all_gather",
+            request,
             lambda: self._messages(dict.fromkeys(others, shard), {i: parts[i] for i in others}),
             parts,
             shard,
         )
 
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work:
         shard, whole = shard.detach().view(-1), whole.detach().view(-1)
         parts = torch.empty_like(whole)
 
@@ -196,7 +194,7 @@ class GlooGroup(ProcessGroup):
             return [dist.all_to_all_single(parts, whole, group=self.handle, async_op=True)]
 
         return self._pending(
-            "reduce_scatter",
+            request,
             start,
             shard,
             whole,

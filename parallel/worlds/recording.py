@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import Communicate, Event, Wait
 from triaxis.parallel.worlds.failure import call_site
-from triaxis.parallel.worlds.group import DONE, Group, Work, World
+from triaxis.parallel.worlds.group import DONE, Group, Partition, Request, Work, World
 
 
 class Recorder:
@@ -18,10 +19,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.issued: dict[tuple[str, str], int] = {}
-        self._repeated: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
+        self.issued: dict[tuple[str, Operation], int] = {}
+        self._repeated: dict[tuple[str, Operation], dict[int, tuple[int, int]]] = {}
         self.paused: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.gradient_of: Callable[[Tensor], int] = _no_bucket
 
     def forget(self) -> None:
         """Begins anew."""
@@ -37,7 +37,7 @@ class Recorder:
         self.issued[key] = number + 1
         return number
 
-    def wait(self, group: str, operation: str, number: int) -> None:
+    def wait(self, group: str, operation: Operation, number: int) -> None:
         for first, (count, again) in self._repeated.get((group, operation), {}).items():
             if first <= number < first + count:
                 number += again - first  # the latest that was issued in its place
@@ -45,15 +45,11 @@ class Recorder:
         age = self.issued[group, operation] - 1 - number
         self.events.append(Wait(group, operation, age))
 
-    def repeat(self, key: tuple[str, str], first: int, count: int) -> None:
+    def repeat(self, key: tuple[str, Operation], first: int, count: int) -> None:
         """The communications `first`, … of a group and kind are issued again, as often as `count`."""
         again = self.issued.get(key, 0)
         self._repeated.setdefault(key, {})[first] = count, again
         self.issued[key] = again + count
-
-
-def _no_bucket(_tensor: Tensor) -> int:
-    return -1
 
 
 class _RecordedWork:
@@ -61,7 +57,7 @@ class _RecordedWork:
 
     __slots__ = ("_group", "_number", "_operation", "_recorder", "_work")
 
-    def __init__(self, recorder: Recorder, group: str, operation: str, number: int, work: Work) -> None:
+    def __init__(self, recorder: Recorder, group: str, operation: Operation, number: int, work: Work) -> None:
         self._recorder, self._group, self._operation = recorder, group, operation
         self._number, self._work = number, work
 
@@ -78,73 +74,79 @@ class RecordingGroup(Group):
         super().__init__(inner.name, inner.ranks, inner.ranks[inner.rank])
         self._inner, self._recorder = inner, recorder
 
-    def _record(
-        self,
-        operation: str,
-        tensor: Tensor | None,
-        start: Callable[[], Work],
-        *,
-        peer: int = -1,
-        gradient: int = -1,
-    ) -> Work:
+    def _record(self, request: Request, tensor: Tensor | None, start: Callable[[], Work]) -> Work:
         event = Communicate(
-            operation,
+            request.operation,
             self.name,
             "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
             0 if tensor is None else tensor.numel(),
             0 if tensor is None else tensor.nbytes,
-            peer,
-            self.last_site,
-            gradient=gradient,
+            request.peer,
+            request.site,
+            request.label,
+            gradient=request.bucket,
         )
         number = self._recorder.issue(event)
         with self._recorder.paused():
             work = start()
-        return _RecordedWork(self._recorder, self.name, operation, number, work)
+        return _RecordedWork(self._recorder, self.name, request.operation, number, work)
 
-    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
+    def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
+        largest = request.operation is Operation.ALL_REDUCE_LARGEST
         return self._record(
-            "all_reduce largest" if largest else "all_reduce",
+            request,
             tensor,
-            lambda: self._inner.all_reduce(tensor, largest=largest, asynchronous=True),
-            gradient=self._recorder.gradient_of(tensor),
+            lambda: self._inner.all_reduce(
+                tensor, largest=largest, label=request.label, bucket=request.bucket, asynchronous=True
+            ),
         )
 
-    def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
+    def _all_gather(self, request: Request, output: Tensor, shard: Tensor) -> Work:
         return self._record(
-            "all_gather", output, lambda: self._inner.all_gather(output, shard, asynchronous=True)
+            request,
+            output,
+            lambda: self._inner.all_gather(output, shard, label=request.label, asynchronous=True),
         )
 
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work:
         return self._record(
-            "reduce_scatter",
+            request,
             whole,
-            lambda: self._inner.reduce_scatter(shard, whole, asynchronous=True),
-            gradient=self._recorder.gradient_of(whole),
+            lambda: self._inner.reduce_scatter(
+                shard, whole, label=request.label, bucket=request.bucket, asynchronous=True
+            ),
         )
 
-    def _all_to_all(self, output: Tensor, whole: Tensor) -> Work:
+    def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
         return self._record(
-            "all_to_all", whole, lambda: self._inner.all_to_all(output, whole, asynchronous=True)
+            request,
+            whole,
+            lambda: self._inner.all_to_all(output, whole, label=request.label, asynchronous=True),
         )
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+    def _broadcast(self, request: Request, tensor: Tensor) -> Work:
         return self._record(
-            "broadcast", tensor, lambda: self._inner.broadcast(tensor, root, asynchronous=True), peer=root
+            request,
+            tensor,
+            lambda: self._inner.broadcast(tensor, request.peer, label=request.label, asynchronous=True),
         )
 
-    def _isend(self, tensor: Tensor, peer: int) -> Work:
-        return self._record("send", tensor, lambda: self._inner.isend(tensor, peer), peer=peer)
+    def _isend(self, request: Request, tensor: Tensor) -> Work:
+        return self._record(
+            request, tensor, lambda: self._inner.isend(tensor, request.peer, label=request.label)
+        )
 
-    def _irecv(self, tensor: Tensor, peer: int) -> Work:
-        return self._record("receive", tensor, lambda: self._inner.irecv(tensor, peer), peer=peer)
+    def _irecv(self, request: Request, tensor: Tensor) -> Work:
+        return self._record(
+            request, tensor, lambda: self._inner.irecv(tensor, request.peer, label=request.label)
+        )
 
-    def _barrier(self) -> None:
+    def _barrier(self, request: Request) -> None:
         def start() -> Work:
-            self._inner.barrier()
+            self._inner.barrier(label=request.label)
             return DONE
 
-        self._record("barrier", None, start).wait()
+        self._record(request, None, start).wait()
 
 
 class RecordingWorld(World):
@@ -154,14 +156,13 @@ class RecordingWorld(World):
         self.inner, self.recorder = inner, recorder
         self.name, self.rank, self.size, self.device = inner.name, inner.rank, inner.size, inner.device
 
-    def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        parts = repr([tuple(part) for part in partition])
-        detail = f"{name} {hashlib.sha256(parts.encode()).hexdigest()[:16]}"
-        event = Communicate("new_group", "world", "", 0, 0, site=call_site(), detail=detail)
+    def _new_group(self, name: str, partition: Partition) -> Group:
+        parts = hashlib.sha256(repr(list(partition)).encode()).hexdigest()[:16]
+        event = Communicate(Operation.NEW_GROUP, "world", "", 0, 0, site=call_site(), label=f"{name} {parts}")
         number = self.recorder.issue(event)
         with self.recorder.paused():
             inner = self.inner.new_group(name, partition)
-        self.recorder.wait("world", "new_group", number)
+        self.recorder.wait("world", Operation.NEW_GROUP, number)
         return RecordingGroup(inner, self.recorder)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from triaxis.parallel.worlds.failure import RankError
+from triaxis.parallel.worlds.group import Request
 
 Key = tuple[object, ...]
 
@@ -24,17 +25,17 @@ class Call:
     """One rank's part in one operation."""
 
     rank: int
-    operation: str
+    request: Request
     group: str
+    ranks: tuple[int, ...]
     output: Tensor | None = None
     source: Tensor | None = None
-    site: str
     done: bool = False
 
     def asked(self) -> tuple[object, ...]:
         """What the members of a collective must agree on."""
         tensors = [(t.shape, t.dtype) for t in (self.output, self.source) if t is not None]
-        return (self.operation, *tensors)
+        return (self.request.operation, self.request.label, self.request.peer, *tensors)
 
     def __str__(self) -> str:
         shapes = [
@@ -42,8 +43,8 @@ class Call:
             for t in (self.output, self.source)
             if t is not None
         ]
-        asked = f"{self.operation} {' from '.join(shapes)}".strip()
-        return f"rank {self.rank}: {asked} in group {self.group} at {self.site}"
+        asked = f"{self.request.told(self.ranks)} {' from '.join(shapes)}".strip()
+        return f"rank {self.rank}: {asked} in group '{self.group}' {self.ranks} at {self.request.site}"
 
 
 @dataclass(slots=True)
@@ -146,7 +147,9 @@ class Hub:
         while sends and receives:
             send, receive = sends.popleft(), receives.popleft()
             assert send.source is not None and receive.output is not None
-            if (send.source.shape, send.source.dtype) != (receive.output.shape, receive.output.dtype):
+            sent, expected = send.source, receive.output
+            labels = send.request.label, receive.request.label
+            if (sent.shape, sent.dtype, labels[0]) != (expected.shape, expected.dtype, labels[1]):
                 self._fail(f"a message does not fit where it is received:\n  {send}\n  {receive}")
             with torch.no_grad():
                 receive.output.detach().copy_(send.source)

@@ -13,16 +13,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from triaxis.parallel.programs.program import members_with
+from triaxis.parallel.places.topology import members_with
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.worlds.failure import RankError, call_site
-from triaxis.parallel.worlds.group import DONE, Group, Work, World
+from triaxis.parallel.worlds.group import DONE, Group, Partition, Request, Work, World
 from triaxis.parallel.worlds.rendezvous import Call, Hub, Pending
 from triaxis.parallel.worlds.summation import summed
 
 __all__ = ["RankError", "ThreadWorld", "run_threads"]
 
 T = TypeVar("T")
-Partition = tuple[tuple[int, ...], ...]
 
 
 class ThreadGroup(Group):
@@ -32,24 +32,24 @@ class ThreadGroup(Group):
         super().__init__(name, ranks, world_rank)
         self._hub, self._key, self._world_rank, self._sequence = hub, key, world_rank, 0
 
-    def _call(self, operation: str, output: Tensor | None, source: Tensor | None) -> Call:
+    def _call(self, request: Request, output: Tensor | None, source: Tensor | None) -> Call:
         return Call(
             rank=self._world_rank,
-            operation=operation,
-            group=f"'{self.name}' {self.ranks}",
+            request=request,
+            group=self.name,
+            ranks=self.ranks,
             output=output,
             source=source,
-            site=self.last_site,
         )
 
     def _collective(
         self,
-        operation: str,
+        request: Request,
         perform: Callable[[list[Call]], None],
         output: Tensor | None = None,
         source: Tensor | None = None,
     ) -> Work:
-        call = self._call(operation, output, source)
+        call = self._call(request, output, source)
         for tensor in (output, source):
             if tensor is not None and not tensor.is_contiguous():
                 raise ValueError(
@@ -59,53 +59,51 @@ class ThreadGroup(Group):
         self._hub.collective((self._key, self.ranks, self._sequence), self.ranks, call, perform)
         return Pending(self._hub, call)
 
-    def _sized(self, whole: Tensor, shard: Tensor, operation: str) -> None:
+    def _sized(self, request: Request, whole: Tensor, shard: Tensor) -> None:
         if whole.numel() != shard.numel() * self.size:
             raise ValueError(
-                f"{operation} in group '{self.name}' of {self.size} must have {self.size} × the shard's "
-                f"{shard.numel()} elements, but has {whole.numel()}, at {self.last_site}"
+                f"{request.operation} in group '{self.name}' of {self.size} must have {self.size} × the shard's "
+                f"{shard.numel()} elements, but has {whole.numel()}, at {request.site}"
             )
 
-    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
-        return self._collective(
-            "all_reduce largest" if largest else "all_reduce", _maximum if largest else _sum, tensor, None
-        )
+    def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
+        largest = request.operation is Operation.ALL_REDUCE_LARGEST
+        return self._collective(request, _maximum if largest else _sum, tensor, None)
 
-    def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
-        self._sized(output, shard, "all_gather")
-        return self._collective("all_gather", _gather, output, shard)
+    def _all_gather(self, request: Request, output: Tensor, shard: Tensor) -> Work:
+        self._sized(request, output, shard)
+        return self._collective(request, _gather, output, shard)
 
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
-        self._sized(whole, shard, "reduce_scatter")
-        return self._collective("reduce_scatter", _sum_parts, shard, whole)
+    def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work:
+        self._sized(request, whole, shard)
+        return self._collective(request, _sum_parts, shard, whole)
 
-    def _all_to_all(self, output: Tensor, whole: Tensor) -> Work:
+    def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
         if output.numel() != whole.numel() or whole.numel() % self.size:
             raise ValueError(
-                f"all_to_all in group '{self.name}' must have equal tensors that {self.size} divides, "
-                f"but has {output.numel()} and {whole.numel()} elements, at {self.last_site}"
+                f"{request.operation} in group '{self.name}' must have equal tensors that {self.size} divides, "
+                f"but has {output.numel()} and {whole.numel()} elements, at {request.site}"
             )
-        return self._collective("all_to_all", _exchange, output, whole)
+        return self._collective(request, _exchange, output, whole)
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+    def _broadcast(self, request: Request, tensor: Tensor) -> Work:
         def perform(calls: list[Call]) -> None:
-            _copy_all(calls, _out(calls[root]))
+            _copy_all(calls, _out(calls[request.peer]))
 
-        return self._collective(f"broadcast of member {root}", perform, tensor)
+        return self._collective(request, perform, tensor)
 
-    def _isend(self, tensor: Tensor, peer: int) -> Work:
-        call = self._call(f"send to rank {self.ranks[peer]}", None, tensor)
-        self._hub.send((self._key, self._world_rank, self.ranks[peer]), call)
+    def _isend(self, request: Request, tensor: Tensor) -> Work:
+        call, rank = self._call(request, None, tensor), self.ranks[request.peer]
+        self._hub.send((self._key, self._world_rank, rank), call)
         return DONE
 
-    def _irecv(self, tensor: Tensor, peer: int) -> Work:
-        call = self._call(f"receive of rank {self.ranks[peer]}", tensor, None)
-        key = (self._key, self.ranks[peer], self._world_rank)
-        self._hub.receive(key, call, self.ranks[peer])
+    def _irecv(self, request: Request, tensor: Tensor) -> Work:
+        call, rank = self._call(request, tensor, None), self.ranks[request.peer]
+        self._hub.receive((self._key, rank, self._world_rank), call, rank)
         return Pending(self._hub, call)
 
-    def _barrier(self) -> None:
-        self._collective("barrier", _nothing).wait()
+    def _barrier(self, request: Request) -> None:
+        self._collective(request, _nothing).wait()
 
 
 class ThreadWorld(World):
@@ -117,20 +115,17 @@ class ThreadWorld(World):
         self.rank, self.size, self.device = rank, hub.size, torch.device("cpu")
         self._hub, self._groups = hub, 0
 
-    def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        parts: Partition = tuple(tuple(part) for part in partition)
-        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
-            raise ValueError(f"`partition` of '{name}' must hold each of {self.size} ranks once: {parts}")
+    def _new_group(self, name: str, partition: Partition) -> Group:
         self._groups += 1
         call = Call(
             rank=self.rank,
-            operation=f"new_group '{name}' {parts}",
-            group="'world'",
-            site=call_site(),
+            request=Request(Operation.NEW_GROUP, call_site(), f"'{name}' {partition}"),
+            group="world",
+            ranks=tuple(range(self.size)),
         )
-        self._hub.collective(("new_group", self._groups), tuple(range(self.size)), call, _nothing)
+        self._hub.collective(("new_group", self._groups), call.ranks, call, _nothing)
         Pending(self._hub, call).wait()
-        return ThreadGroup(name, members_with(self.rank, parts), self.rank, self._hub, self._groups)
+        return ThreadGroup(name, members_with(self.rank, partition), self.rank, self._hub, self._groups)
 
     def close(self) -> None:
         """Nothing to release: `run_threads` ends the threads."""

@@ -5,40 +5,38 @@ What the rank asks for is written down by `recording`; that all ranks' requests 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from triaxis.parallel.programs.program import members_with
-from triaxis.parallel.worlds.group import DONE, Group, Work, World
+from triaxis.parallel.places.topology import members_with
+from triaxis.parallel.worlds.group import DONE, Group, Partition, Request, Work, World
 
 
 class TraceGroup(Group):
     """A group whose other members are imagined."""
 
-    def _all_reduce(self, tensor: Tensor, largest: bool) -> Work:
+    def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
         return DONE
 
-    def _all_gather(self, output: Tensor, shard: Tensor) -> Work:
+    def _all_gather(self, request: Request, output: Tensor, shard: Tensor) -> Work:
         return DONE
 
-    def _reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
+    def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work:
         return DONE
 
-    def _all_to_all(self, output: Tensor, whole: Tensor) -> Work:
+    def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
         return DONE
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Work:
+    def _broadcast(self, request: Request, tensor: Tensor) -> Work:
         return DONE
 
-    def _isend(self, tensor: Tensor, peer: int) -> Work:
+    def _isend(self, request: Request, tensor: Tensor) -> Work:
         return DONE
 
-    def _irecv(self, tensor: Tensor, peer: int) -> Work:
+    def _irecv(self, request: Request, tensor: Tensor) -> Work:
         return DONE
 
-    def _barrier(self) -> None:
+    def _barrier(self, request: Request) -> None:
         return None
 
 
@@ -51,10 +49,10 @@ class TraceWorld(World):
         if not 0 <= rank < size:
             raise ValueError(f"`rank` must be from 0 to {size - 1}, but is {rank}")
         self.rank, self.size, self.device = rank, size, torch.device("cpu")
-        self.partitions: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self.partitions: dict[str, Partition] = {}
 
-    def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        self.partitions[name] = tuple(tuple(part) for part in partition)
+    def _new_group(self, name: str, partition: Partition) -> Group:
+        self.partitions[name] = partition
         return TraceGroup(name, members_with(self.rank, partition), self.rank)
 
     def close(self) -> None:

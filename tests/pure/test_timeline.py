@@ -11,6 +11,7 @@ from triaxis.launch.hardware.hardware import Hardware, Link, load_hardware
 from triaxis.launch.simulator.timeline import Disturbance, Prices, Timeline, simulate
 from triaxis.parallel.pipeline.schedule import Compute as Action
 from triaxis.parallel.pipeline.schedule import Kind, Receive, lower, make_schedule
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
     Cluster,
     Communicate,
@@ -51,19 +52,19 @@ def pipeline_cluster(name: str, pp: int, microbatches: int, virtual_stages: int,
             if isinstance(instruction, Action):
                 events: list[Event] = []
                 if action in received:
-                    events.append(Wait("pp", "receive", receives - 1 - received.pop(action)))
+                    events.append(Wait("pp", Operation.RECEIVE, receives - 1 - received.pop(action)))
                 events.append(FORWARD if action.kind is Kind.FORWARD else BACKWARD)
                 steps.append(Step(str(action), Segment(tuple(events))))
             elif isinstance(instruction, Receive):
                 received[action] = receives
                 receives += 1
-                event = Communicate("receive", "pp", "float32", 1, nbytes, instruction.from_rank)
+                event = Communicate(Operation.RECEIVE, "pp", "float32", 1, nbytes, instruction.from_rank)
                 steps.append(Step("pipeline", Segment((event,))))
             else:
-                event = Communicate("send", "pp", "float32", 1, nbytes, instruction.to_rank)
+                event = Communicate(Operation.SEND, "pp", "float32", 1, nbytes, instruction.to_rank)
                 steps.append(Step("pipeline", Segment((event,))))
                 sends += 1
-        waits = tuple(Wait("pp", "send", age) for age in reversed(range(sends)))
+        waits = tuple(Wait("pp", Operation.SEND, age) for age in reversed(range(sends)))
         programs.append(Program((*steps, Step("pipeline", Segment(waits)))))
     ranks = tuple(range(pp))
     return Cluster(pp, {"pp": (ranks,)}, tuple(programs), ranks, {}, [f"pp {rank}" for rank in ranks])
@@ -102,12 +103,16 @@ def slow_link() -> Hardware:
 
 
 def test_a_message_overlaps_with_computation_until_it_is_waited_for() -> None:
-    message = Communicate("all_reduce", "tp", "float32", 50, 200)
+    message = Communicate(Operation.ALL_REDUCE, "tp", "float32", 50, 200)
     hardware = slow_link()
     seconds = collective_seconds("all_reduce", 200, (0, 1), hardware)
     assert seconds > 1
-    hidden = simulate(two_ranks(message, BACKWARD, BACKWARD, Wait("tp", "all_reduce", 0)), Prices(hardware))
-    shown = simulate(two_ranks(message, Wait("tp", "all_reduce", 0), BACKWARD, BACKWARD), Prices(hardware))
+    hidden = simulate(
+        two_ranks(message, BACKWARD, BACKWARD, Wait("tp", Operation.ALL_REDUCE, 0)), Prices(hardware)
+    )
+    shown = simulate(
+        two_ranks(message, Wait("tp", Operation.ALL_REDUCE, 0), BACKWARD, BACKWARD), Prices(hardware)
+    )
     assert hidden.seconds == pytest.approx(max(4.0, seconds))
     assert shown.seconds == pytest.approx(4.0 + seconds)
     assert shown.rows[0].exposed["tp"] == pytest.approx(seconds)
@@ -117,7 +122,9 @@ def test_a_message_overlaps_with_computation_until_it_is_waited_for() -> None:
 
 def test_a_straggler_makes_its_partner_idle() -> None:
     cluster = two_ranks(
-        BACKWARD, Communicate("all_reduce", "tp", "float32", 1, 4), Wait("tp", "all_reduce", 0)
+        BACKWARD,
+        Communicate(Operation.ALL_REDUCE, "tp", "float32", 1, 4),
+        Wait("tp", Operation.ALL_REDUCE, 0),
     )
     even = simulate(cluster, Prices(UNIT))
     assert len(even.rows) == 1
@@ -130,7 +137,9 @@ def test_a_straggler_makes_its_partner_idle() -> None:
 
 def test_a_slow_link_slows_the_groups_on_it() -> None:
     hardware = slow_link()
-    cluster = two_ranks(Communicate("all_reduce", "tp", "float32", 50, 200), Wait("tp", "all_reduce", 0))
+    cluster = two_ranks(
+        Communicate(Operation.ALL_REDUCE, "tp", "float32", 50, 200), Wait("tp", Operation.ALL_REDUCE, 0)
+    )
     even = simulate(cluster, Prices(hardware)).seconds
     assert simulate(cluster, Prices(hardware), Disturbance(links={0: 3.0})).seconds == pytest.approx(3 * even)
 

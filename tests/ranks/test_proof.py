@@ -40,6 +40,7 @@ from triaxis.parallel.pipeline.schedule import (
 )
 from triaxis.parallel.pipeline.schedule import Program as Instructions
 from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import Cluster, Communicate, Program, Segment, Step
 from triaxis.parallel.programs.proof import prove
 from triaxis.parallel.programs.shrink import smallest
@@ -269,10 +270,12 @@ def pipeline(programs: Sequence[Instructions], *, sends_wait: bool) -> Cluster:
             )
             if operation == "receive":
                 received[action] = number
-            detail = f"{action.kind}{action.microbatch}"
+            label = f"{action.kind}{action.microbatch}"
             items.append(
                 Item(
-                    number, number, Communicate(operation, "pp", "float32", 1, 4, peer, "naive.py:1", detail)
+                    number,
+                    number,
+                    Communicate(Operation(operation), "pp", "float32", 1, 4, peer, "naive.py:1", label),
                 )
             )
             if operation == "send" and sends_wait:

@@ -122,6 +122,18 @@ def other_dtype(world: World, group: Group) -> None:
     group.all_reduce(torch.ones(4, dtype=torch.int32 if world.rank == 1 else torch.float32))
 
 
+def other_purpose(world: World, group: Group) -> None:
+    group.all_reduce(torch.ones(4), label="losses" if world.rank == 1 else "trained tokens")
+
+
+def other_message(world: World, group: Group) -> None:
+    if world.rank == 1:
+        group.isend(torch.ones(4), 0, label="F1 for stage 1").wait()
+    if world.rank == 0:
+        group.irecv(torch.ones(4), 1, label="F2 for stage 1").wait()
+    group.barrier()
+
+
 def other_root(world: World, group: Group) -> None:
     group.broadcast(torch.ones(4), int(world.rank == 1))
 
@@ -155,15 +167,17 @@ def other_group(world: World, group: Group) -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (other_operation, ["rank 1: all_reduce (4,) float32 in group 'all'", "broadcast of member 0"]),
+        (other_operation, ["rank 1: all_reduce (4,) float32 in group 'all'", "broadcast of rank 0"]),
         (other_shape, ["(4,) float32", "(5,) float32"]),
         (other_dtype, ["(4,) int32", "(4,) float32"]),
-        (other_root, ["broadcast of member 0", "broadcast of member 1"]),
+        (other_purpose, ["all_reduce (losses) (4,)", "all_reduce (trained tokens) (4,)"]),
+        (other_message, ["send (F1 for stage 1) to rank 0", "receive (F2 for stage 1) of rank 1"]),
+        (other_root, ["broadcast of rank 0", "broadcast of rank 1"]),
         (absent, ["rank 1 finished without taking part", "all_reduce (4,)"]),
         (crossed, ["no rank can go on", "rank 0: receive of rank 1", "rank 2: receive of rank 0"]),
         (unreceived, ["nobody took part in", "rank 1: send to rank 0 (4,) float32"]),
         (unfitting, ["(4,) float32", "(3,) float32", "rank 1: send to rank 0", "rank 0: receive of rank 1"]),
-        (other_group, ["new_group 'new'", "new_group 'newer'"]),
+        (other_group, ["new_group ('new'", "new_group ('newer'"]),
     ],
 )
 def test_mistakes_are_told_to_every_rank(mistake: Callable[[World, Group], None], words: list[str]) -> None:
