@@ -230,7 +230,7 @@ def test_what_is_repeated_is_what_is_run(case: Case) -> None:
 def test_a_sum_that_no_layout_declares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = row(tp=2, dp=2, zero=1, sequence_parallel=True)
     assert prove(cluster_of(case)).holds
-    monkeypatch.setattr(triaxis.parallel.replicas.zero, "sum_partial_gradients", lambda buckets: None)
+    monkeypatch.setattr(triaxis.parallel.replicas.zero, "sum_partial_gradients", lambda buckets, groups: None)
     with pytest.raises(
         ValueError, match=r"dp 0, pp 0, tp 0: gradients summed over .* are \{\}, but declared"
     ):
