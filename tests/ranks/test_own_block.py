@@ -14,12 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.agreement import MODEL, Layout, disagreements, plan_of, run
+from tests.agreement import LENGTH, MODEL, Layout, disagreements, plan_of, run
 from tests.checkpointing import gathered as gathered_states
 from tests.checkpointing import open_step, state_at, train, whole_states
 from triaxis.engine.checkpoint.store import CheckpointStore
+from triaxis.engine.config import RunConfig
+from triaxis.engine.rules import resolve
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
+from triaxis.launch.hardware.hardware import load_hardware
+from triaxis.launch.simulator.run import simulate_run
 from triaxis.models.batch import SequenceContext
 from triaxis.models.config import ModelConfig
 from triaxis.models.kinds import Layer
@@ -169,3 +173,14 @@ def test_a_module_that_is_not_there_is_told_by_name() -> None:
         ValueError, match=r"`module` of Lost must be .*, but triaxis\.models\.blocks has no Lost"
     ):
         run_threads(1, main)
+
+
+def test_it_is_simulated() -> None:
+    """Priced from the trace of the very layers: with a norm less in each, a little less than the plain model."""
+    config = RunConfig(tp=2, pp=2, dp=2, zero=2, seq=LENGTH, microbatches=4, per_device_train_batch_size=1)
+    seconds = []
+    for model in (OWN, MODEL):
+        simulation = simulate_run(config, resolve(config, 8, model), load_hardware("h100-80g"))
+        assert simulation.proof.holds and simulation.fits and simulation.timeline is not None
+        seconds.append(simulation.timeline.seconds)
+    assert 0.8 * seconds[1] < seconds[0] < seconds[1]
