@@ -13,7 +13,7 @@ from pathlib import Path
 from triaxis.engine.checkpoint.folder import FOLDER, complete_checkpoints
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_manifest
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
-from triaxis.models.fields import model_facts
+from triaxis.models.fields import config_from_fields, model_facts
 from triaxis.parallel.places.legal_values import divisors, listed, nearest
 
 KEPT_FLAGS = ("seed", "seq", "pack", "tokenizer", "on_bad_sample", "optimizer", "dtype")
@@ -101,10 +101,24 @@ def facts_of(config: RunConfig, resolved: ResolvedRun) -> dict[str, object]:
     return found
 
 
+def _as_now(model: object) -> object:
+    """The facts of a model as this version would write them: one `head_dim` may be told in two ways."""
+    if not isinstance(model, dict) or "kinds" in model:
+        return model
+    try:
+        found: object = json.loads(
+            json.dumps(model_facts(config_from_fields({"name": "saved", **model}, "saved")))
+        )
+    except ValueError:  # of a version with other fields: told as changed, with its values
+        return model
+    return found
+
+
 def check_same_run(state: RunState, config: RunConfig, resolved: ResolvedRun) -> None:
     """Raises a ConfigError that names everything that must not change, and does."""
-    saved = state.extra["facts"]
-    assert isinstance(saved, dict)
+    facts = state.extra["facts"]
+    assert isinstance(facts, dict)
+    saved = {**facts, "model": _as_now(facts.get("model"))}
     faults = [
         _changed(name, saved.get(name), value)
         for name, value in facts_of(config, resolved).items()

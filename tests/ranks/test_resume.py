@@ -300,3 +300,22 @@ def test_fewer_and_more_replicas_train_the_same_run(flags: dict[str, Any], tmp_p
         assert a["step"] == b["step"] and a["tokens"] == b["tokens"] and a["lr"] == b["lr"]
         assert math.isclose(a["loss"], b["loss"], rel_tol=1e-10)
         assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-10)
+
+
+def test_a_head_size_told_in_two_ways_is_the_same_model(flags: dict[str, Any], tmp_path: Path) -> None:
+    """`head_dim` null, and written out: one model, whichever of them a checkpoint's version has kept."""
+    common = {**flags, "output_dir": str(tmp_path)}
+    run({**common, "save_steps": 5, "steps": 5})
+    state = start_of(tmp_path, resume="auto").state
+    config = RunConfig(**{**common, "steps": 10})
+    resolved = resolve(config, 1)
+    facts = state.extra["facts"]
+    size = facts["model"]["hidden_size"] // facts["model"]["heads"]
+    for head_dim, same in ((None, True), (size, True), (2 * size, False)):
+        told = {**facts, "model": facts["model"] | {"head_dim": head_dim}}
+        saved = dataclasses.replace(state, extra=state.extra | {"facts": told})
+        if same:
+            check_same_run(saved, config, resolved)
+        else:
+            with pytest.raises(ConfigError, match="`model`"):
+                check_same_run(saved, config, resolved)
