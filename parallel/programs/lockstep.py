@@ -106,7 +106,7 @@ def _uses(program: Program) -> tuple[tuple[str, bool], ...]:
     for segment in {id(step.segment): step.segment for step in program.steps}.values():
         for event in segment.messages:
             if isinstance(event, Communicate):
-                used[event.group] = used.get(event.group, False) or event.peer >= 0
+                used[event.group] = used.get(event.group, False) or event.peer >= 0 or bool(event.gives)
     return tuple(sorted(used.items()))
 
 
@@ -271,7 +271,9 @@ class Replay:
             if not partners:
                 continue
             last = max(partners, key=lambda partner: partner.ready)
-            end = last.ready + self.seconds(call)
+            # members of an uneven all_to_all have messages of their own sizes: it lasts as long as the longest
+            longest = max(partners, key=lambda partner: partner.event.nbytes) if call.event.gives else call
+            end = last.ready + self.seconds(longest)
             for partner in partners:
                 partner.start, partner.end, partner.last, partner.done = last.ready, end, last, True
                 state = self.states[partner.owner]
@@ -298,7 +300,24 @@ class Replay:
         if len(slot) < len(call.others):
             return ()
         del self._arrived[call.instance]
+        if call.event.gives:
+            self._check_parts([slot[index] for index in self._group(call.owner, call.event.group)[2]])
         return tuple(slot.values())
+
+    def _check_parts(self, by_place: Sequence[Call]) -> None:
+        """An uneven all_to_all: what each member gives another is what that one takes from it."""
+        for i, giver in enumerate(by_place):
+            for j, taker in enumerate(by_place):
+                given, taken = giver.event.gives[j], taker.event.takes[i]
+                if given != taken:
+                    self._fail(
+                        "agreement",
+                        f"place {i} gives {given:,} elements of which place {j} takes {taken:,}: "
+                        f"{self._told(giver)}; {self._told(taker)}",
+                        giver.owner,
+                        taker.owner,
+                    )
+                    return
 
     def _pair(self, call: Call) -> Sequence[Call]:
         """A send or receive: both sides when the other side's is at the head of its queue."""

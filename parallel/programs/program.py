@@ -59,6 +59,7 @@ class Communicate:
     label: what it is for, on which they must agree too (`gradient of bucket 2`; of a pipeline message `F3 for stage 2`;
         of a new group its partition)
     gradient: the bucket whose gradient is reduced here; -1 for none
+    gives, takes: elements for and from each member, in an uneven all_to_all
     varying: index into the rank's own `sizes`, which hold the elements instead; -1 where all ranks have the same
     """
 
@@ -72,10 +73,13 @@ class Communicate:
     label: str = ""
     gradient: int = -1
     varying: int = -1
+    gives: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
 
     def asked(self) -> tuple[object, ...]:
-        """What the members of a collective must agree on."""
-        return (self.operation, self.dtype, self.elements, self.peer, self.label)
+        """What the members of a collective must agree on; what they give each other in uneven parts is apart."""
+        elements = -1 if self.gives else self.elements
+        return (self.operation, self.dtype, elements, self.peer, self.label)
 
     def __str__(self) -> str:
         what = f"{self.operation} of {self.elements:,} {self.dtype}" if self.elements else self.operation

@@ -65,6 +65,7 @@ class Request:
     """What a rank asks of a group, and for what.
 
     site: where it was called, for people only; peer: the place of the other side, or of the root; -1 for neither
+    input_rows, output_rows: given to and taken from each member, in an uneven all_to_all
     """
 
     operation: Operation
@@ -72,6 +73,8 @@ class Request:
     label: str = ""
     bucket: int = -1
     peer: int = -1
+    input_rows: tuple[int, ...] = ()
+    output_rows: tuple[int, ...] = ()
 
     def told(self, ranks: Sequence[int]) -> str:
         """The operation, what it is for and with whom of the group's ranks: `send (F3 for stage 2) to rank 5`."""
@@ -123,11 +126,21 @@ class Group(ABC):
         self.last: Request | None = None
 
     def _ask(
-        self, operation: Operation, nbytes: int, label: str = "", bucket: int = -1, peer: int = -1
+        self,
+        operation: Operation,
+        nbytes: int,
+        label: str = "",
+        bucket: int = -1,
+        peer: int = -1,
+        input_rows: tuple[int, ...] = (),
+        output_rows: tuple[int, ...] = (),
     ) -> Request:
-        self.traffic.add(operation, sent_bytes(operation, nbytes, self.size))
+        sent = sent_bytes(operation, nbytes, self.size)
+        if input_rows:
+            sent = nbytes - nbytes // max(1, sum(input_rows)) * input_rows[self.rank]
+        self.traffic.add(operation, sent)
         self.operations += 1
-        self.last = Request(operation, call_site(), label, bucket, peer)
+        self.last = Request(operation, call_site(), label, bucket, peer, input_rows, output_rows)
         return self.last
 
     def all_reduce(
@@ -181,13 +194,41 @@ class Group(ABC):
         return self._finish(self._reduce_scatter(request, shard, whole), asynchronous)
 
     def all_to_all(
-        self, output: Tensor, whole: Tensor, *, label: str = "", asynchronous: bool = False
+        self,
+        output: Tensor,
+        whole: Tensor,
+        *,
+        output_rows: Sequence[int] = (),
+        input_rows: Sequence[int] = (),
+        label: str = "",
+        asynchronous: bool = False,
     ) -> Work:
-        """V → V: equal part i of `whole` goes to member i; part j of `output` comes from member j."""
+        """V → V: part i of `whole` goes to member i; part j of `output` comes from member j.
+
+        Parts are equal, or have rows of dimension 0 as told: input_rows[i] for member i, output_rows[j] from member j;
+        what member i gives j must be what j takes from i. Where that is nothing, nothing is sent.
+        Example: 2 members; the first gives (1, 3) rows and takes (1, 0), the second gives (0, 2) and takes (3, 2).
+        """
+        if input_rows or output_rows:
+            self._check_rows("output", output, output_rows)
+            self._check_rows("input", whole, input_rows)
         if self.size == 1:
             return self._copy(output, whole)
-        request = self._ask(Operation.ALL_TO_ALL, whole.nbytes, label)
+        request = self._ask(
+            Operation.ALL_TO_ALL,
+            whole.nbytes,
+            label,
+            input_rows=tuple(input_rows),
+            output_rows=tuple(output_rows),
+        )
         return self._finish(self._all_to_all(request, output, whole), asynchronous)
+
+    def _check_rows(self, side: str, tensor: Tensor, rows: Sequence[int]) -> None:
+        if len(rows) != self.size or sum(rows) != tensor.shape[0] or min(rows) < 0:
+            raise ValueError(
+                f"`{side}_rows` in group '{self.name}' must be {self.size} counts whose sum is the tensor's "
+                f"{tensor.shape[0]} rows, but are {list(rows)}"
+            )
 
     def broadcast(self, tensor: Tensor, root: int, *, label: str = "", asynchronous: bool = False) -> Work:
         """In place: every member gets the tensor of member `root` (its place in the group)."""

@@ -119,10 +119,13 @@ class ProcessGroup(Group):
         return self._pending(request, start, shard, whole)
 
     def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
-        output, whole = output.detach().view(-1), whole.detach().view(-1)
+        output, whole = output.detach(), whole.detach()
+        if not request.input_rows:
+            output, whole = output.view(-1), whole.view(-1)
+        rows = list(request.output_rows) or None, list(request.input_rows) or None
 
         def start() -> list[Any]:
-            return [dist.all_to_all_single(output, whole, group=self.handle, async_op=True)]
+            return [dist.all_to_all_single(output, whole, *rows, group=self.handle, async_op=True)]
 
         return self._pending(request, start, output, whole)
 
@@ -200,6 +203,23 @@ class GlooGroup(ProcessGroup):
             whole,
             parts,
             finish=lambda: _assign(shard, summed(parts.view(self.size, -1).unbind(0))),
+        )
+
+    def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
+        """Uneven parts are messages, as Gloo gives empty ones trouble; even ones are Gloo's own."""
+        if not request.input_rows:
+            return super()._all_to_all(request, output, whole)
+        given = dict(enumerate(whole.detach().split(request.input_rows)))
+        taken = dict(enumerate(output.detach().split(request.output_rows)))
+        taken.pop(self.rank).copy_(given.pop(self.rank))
+        return self._pending(
+            request,
+            lambda: self._messages(
+                {member: part for member, part in given.items() if part.numel()},
+                {member: part for member, part in taken.items() if part.numel()},
+            ),
+            output,
+            whole,
         )
 
     def _messages(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -75,6 +76,7 @@ class RecordingGroup(Group):
         self._inner, self._recorder = inner, recorder
 
     def _record(self, request: Request, tensor: Tensor | None, start: Callable[[], Work]) -> Work:
+        row = 0 if tensor is None or not request.input_rows else math.prod(tensor.shape[1:])
         event = Communicate(
             request.operation,
             self.name,
@@ -85,6 +87,8 @@ class RecordingGroup(Group):
             request.site,
             request.label,
             gradient=request.bucket,
+            gives=tuple(row * rows for rows in request.input_rows),
+            takes=tuple(row * rows for rows in request.output_rows),
         )
         number = self._recorder.issue(event)
         with self._recorder.paused():
@@ -121,7 +125,14 @@ class RecordingGroup(Group):
         return self._record(
             request,
             whole,
-            lambda: self._inner.all_to_all(output, whole, label=request.label, asynchronous=True),
+            lambda: self._inner.all_to_all(
+                output,
+                whole,
+                output_rows=request.output_rows,
+                input_rows=request.input_rows,
+                label=request.label,
+                asynchronous=True,
+            ),
         )
 
     def _broadcast(self, request: Request, tensor: Tensor) -> Work:

@@ -34,7 +34,10 @@ class Call:
 
     def asked(self) -> tuple[object, ...]:
         """What the members of a collective must agree on."""
-        tensors = [(t.shape, t.dtype) for t in (self.output, self.source) if t is not None]
+        uneven = bool(
+            self.request.input_rows
+        )  # then each has its own rows, which are compared member by member
+        tensors = [(t.shape[uneven:], t.dtype) for t in (self.output, self.source) if t is not None]
         return (self.request.operation, self.request.label, self.request.peer, *tensors)
 
     def __str__(self) -> str:
@@ -47,12 +50,16 @@ class Call:
         return f"rank {self.rank}: {asked} in group '{self.group}' {self.ranks} at {self.request.site}"
 
 
+Perform = Callable[[list[Call]], "str | None"]
+"""Carries a collective out for all members; says what is wrong if they do not fit together."""
+
+
 @dataclass(slots=True)
 class Slot:
     """One collective of one group: its members, those who have come, and what is done when all have."""
 
     ranks: tuple[int, ...]
-    perform: Callable[[list[Call]], None]
+    perform: Perform
     calls: dict[int, Call] = field(default_factory=dict)
 
 
@@ -71,9 +78,7 @@ class Hub:
         self.failure: str | None = None
         self.deaths: list[tuple[int, BaseException]] = []
 
-    def collective(
-        self, key: Key, ranks: tuple[int, ...], call: Call, perform: Callable[[list[Call]], None]
-    ) -> None:
+    def collective(self, key: Key, ranks: tuple[int, ...], call: Call, perform: Perform) -> None:
         """Adds the call to its slot; the last member to come performs it for all."""
         with self.lock:
             self._check(call)
@@ -86,7 +91,9 @@ class Hub:
             if len(slot.calls) == len(ranks):
                 del self.slots[key]
                 with torch.no_grad():
-                    slot.perform([slot.calls[rank] for rank in ranks])
+                    wrong = slot.perform([slot.calls[rank] for rank in ranks])
+                if wrong is not None:
+                    self._fail(wrong)
                 for member in slot.calls.values():
                     self._complete(member)
 

@@ -17,7 +17,7 @@ from triaxis.parallel.places.topology import members_with
 from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.worlds.failure import RankError, call_site
 from triaxis.parallel.worlds.group import DONE, Group, Partition, Request, Work, World
-from triaxis.parallel.worlds.rendezvous import Call, Hub, Pending
+from triaxis.parallel.worlds.rendezvous import Call, Hub, Pending, Perform
 from triaxis.parallel.worlds.summation import summed
 
 __all__ = ["RankError", "ThreadWorld", "run_threads"]
@@ -45,7 +45,7 @@ class ThreadGroup(Group):
     def _collective(
         self,
         request: Request,
-        perform: Callable[[list[Call]], None],
+        perform: Perform,
         output: Tensor | None = None,
         source: Tensor | None = None,
     ) -> Work:
@@ -79,6 +79,8 @@ class ThreadGroup(Group):
         return self._collective(request, _sum_parts, shard, whole)
 
     def _all_to_all(self, request: Request, output: Tensor, whole: Tensor) -> Work:
+        if request.input_rows:
+            return self._collective(request, _exchange_rows, output, whole)
         if output.numel() != whole.numel() or whole.numel() % self.size:
             raise ValueError(
                 f"{request.operation} in group '{self.name}' must have equal tensors that {self.size} divides, "
@@ -210,6 +212,20 @@ def _exchange(calls: list[Call]) -> None:
     wholes = [_in(call).view(len(calls), -1) for call in calls]
     for place, call in enumerate(calls):
         torch.stack([whole[place] for whole in wholes], out=_out(call).view(len(calls), -1))
+
+
+def _exchange_rows(calls: list[Call]) -> str | None:
+    given = [_in(call).split(call.request.input_rows) for call in calls]
+    taken = [_out(call).split(call.request.output_rows) for call in calls]
+    for i, giver in enumerate(calls):
+        for j, taker in enumerate(calls):
+            if len(given[i][j]) != len(taken[j][i]):
+                return (
+                    f"a member gives {len(given[i][j])} rows where another takes {len(taken[j][i])}:"
+                    f"\n  {giver}\n  {taker}"
+                )
+            taken[j][i].copy_(given[i][j])
+    return None
 
 
 def _nothing(calls: list[Call]) -> None:

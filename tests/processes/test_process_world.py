@@ -54,6 +54,12 @@ def every_operation(world: World) -> dict[str, list[float]]:
                 ("chosen", chosen),
             ):
                 results[f"{name} {dtype} {kind}"] = result.float().tolist()
+        given = [(group.rank + 2 * j) % 4 for j in range(group.size)]
+        taken = [(i + 2 * group.rank) % 4 for i in range(group.size)]
+        rows = torch.randint(-8, 8, (sum(given), 3), generator=generator) / 8
+        exchanged = torch.empty(sum(taken), 3)
+        group.all_to_all(exchanged, rows, output_rows=taken, input_rows=given)
+        results[f"{name} rows"] = exchanged.view(-1).tolist()
     ring = mesh.everyone
     received = [torch.empty(3), torch.empty(3)]
     works = [ring.irecv(tensor, (ring.rank - 1) % ring.size) for tensor in received]

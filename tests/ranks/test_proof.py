@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 import triaxis.engine.step
 from tests.agreement import MODEL
@@ -44,6 +46,8 @@ from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import Cluster, Communicate, Program, Segment, Step
 from triaxis.parallel.programs.proof import prove
 from triaxis.parallel.programs.shrink import smallest
+from triaxis.parallel.worlds.recording import Recorder, RecordingWorld
+from triaxis.parallel.worlds.trace import TraceWorld
 
 FULL = os.environ.get("TRIAXIS_FULL") == "1"
 LAYOUTS = 200 if FULL else 20
@@ -213,6 +217,43 @@ def test_sums_that_differ_in_size_are_found() -> None:
     proof = prove(replace(cluster, sizes={**cluster.sizes, rank: (first + 1, *rest)}))
     assert [fault.obligation for fault in proof.faults] == ["agreement"]
     assert f"rank {rank}: {first + 1}" in proof.faults[0].message
+
+
+def exchange(size: int, rows: Callable[[int, int], int]) -> Cluster:
+    """A cluster whose ranks record an uneven all_to_all, in which member i gives j rows(i, j) rows of two elements."""
+    programs = []
+    for rank in range(size):
+        recorder = Recorder()
+        group = RecordingWorld(TraceWorld(rank, size), recorder).new_group("ep", [range(size)])
+        given, taken = [rows(rank, j) for j in range(size)], [rows(i, rank) for i in range(size)]
+        group.all_to_all(
+            torch.empty(sum(taken), 2), torch.empty(sum(given), 2), output_rows=taken, input_rows=given
+        )
+        events = tuple(event for event in recorder.events if event.group == "ep")  # type: ignore[union-attr]
+        programs.append(Program((Step("0F0", Segment(events)),)))
+    ranks = tuple(range(size))
+    return Cluster(size, {"ep": (ranks,)}, tuple(programs), ranks, {}, [f"ep {rank}" for rank in ranks])
+
+
+def test_every_part_of_an_uneven_exchange_is_taken_as_it_is_given() -> None:
+    """Whoever changes one count, and the counts alone, is found; also where ranks are alike otherwise."""
+    for size in (2, 3, 4):
+        for rows in (lambda i, j: (i + 2 * j) % 4, lambda i, j: 3):
+            cluster = exchange(size, rows)
+            assert prove(cluster).holds
+            for rank, other in itertools.product(range(size), repeat=2):
+                (step,) = cluster.program(rank).steps
+                event = step.segment.events[0]
+                assert isinstance(event, Communicate)
+                gives = (*event.gives[:other], event.gives[other] + 2, *event.gives[other + 1 :])
+                segment = Segment((replace(event, gives=gives), *step.segment.events[1:]))
+                wrong = replace(cluster.program(rank), steps=(Step(step.label, segment),))
+                (fault,) = prove(with_program(cluster, rank, wrong)).faults
+                assert fault.obligation == "agreement"
+                assert (
+                    f"place {rank} gives {gives[other]} elements of which place {other} takes"
+                    in fault.message
+                )
 
 
 # What a fault says.

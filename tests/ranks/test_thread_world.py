@@ -52,6 +52,37 @@ def test_operations_mean_what_they_say(size: int) -> None:
     run_threads(size, main)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_rows_go_where_they_are_told(size: int) -> None:
+    """Member i gives member j (i + 2j) % 4 rows, sometimes none; each row says where it comes from and goes."""
+
+    def main(world: World) -> tuple[list[list[int]], int]:
+        group, rank = whole(world), world.rank
+        input_rows = [(rank + 2 * j) % 4 for j in range(size)]
+        output_rows = [(i + 2 * rank) % 4 for i in range(size)]
+        whole_rows = torch.tensor([[rank, j] for j in range(size) for _ in range(input_rows[j])]).view(-1, 2)
+        output = torch.full((sum(output_rows), 2), -1)
+        group.all_to_all(output, whole_rows, output_rows=output_rows, input_rows=input_rows)
+        assert output.tolist() == [[i, rank] for i in range(size) for _ in range(output_rows[i])]
+        others = sum(input_rows) - input_rows[rank]
+        return output.tolist(), group.traffic.total_bytes() - others * 2 * 8
+
+    assert [extra for _, extra in run_threads(size, main)] == [0] * size
+
+
+def test_rows_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    def main(world: World) -> None:
+        group = whole(world)
+        with pytest.raises(
+            ValueError, match=r"`input_rows` .* 2 counts whose sum .* 3 rows, but are \[1, 1\]"
+        ):
+            group.all_to_all(torch.ones(2, 4), torch.ones(3, 4), output_rows=(1, 1), input_rows=(1, 1))
+        with pytest.raises(ValueError, match="`output_rows`"):
+            group.all_to_all(torch.ones(2, 4), torch.ones(3, 4), input_rows=(1, 2))
+
+    run_threads(2, main)
+
+
 def test_a_shard_may_be_part_of_the_whole() -> None:
     def main(world: World) -> None:
         group = whole(world)
@@ -134,6 +165,21 @@ def other_message(world: World, group: Group) -> None:
     group.barrier()
 
 
+def other_rows(world: World, group: Group) -> None:
+    rows = (0, 1, 2) if world.rank == 1 else (1, 1, 1)
+    group.all_to_all(torch.ones(3, 2), torch.ones(3, 2), output_rows=(1, 1, 1), input_rows=rows)
+
+
+def other_width(world: World, group: Group) -> None:
+    one = torch.ones(3, 2 + (world.rank == 1))
+    group.all_to_all(one.clone(), one, output_rows=(1, 1, 1), input_rows=(1, 1, 1))
+
+
+def uneven_and_even(world: World, group: Group) -> None:
+    rows = (1, 1, 1) if world.rank == 1 else ()
+    group.all_to_all(torch.ones(3, 2), torch.ones(3, 2), output_rows=rows, input_rows=rows)
+
+
 def other_root(world: World, group: Group) -> None:
     group.broadcast(torch.ones(4), int(world.rank == 1))
 
@@ -172,6 +218,12 @@ def other_group(world: World, group: Group) -> None:
         (other_dtype, ["(4,) int32", "(4,) float32"]),
         (other_purpose, ["all_reduce (losses) (4,)", "all_reduce (trained tokens) (4,)"]),
         (other_message, ["send (F1 for stage 1) to rank 0", "receive (F2 for stage 1) of rank 1"]),
+        (
+            other_rows,
+            ["a member gives 0 rows where another takes 1", "rank 0: all_to_all", "rank 1: all_to_all"],
+        ),
+        (other_width, ["(3, 2) float32", "(3, 3) float32"]),
+        (uneven_and_even, ["ask for different things"]),
         (other_root, ["broadcast of rank 0", "broadcast of rank 1"]),
         (absent, ["rank 1 finished without taking part", "all_reduce (4,)"]),
         (crossed, ["no rank can go on", "rank 0: receive of rank 1", "rank 2: receive of rank 0"]),
