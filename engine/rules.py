@@ -137,6 +137,8 @@ def _save_faults(config: RunConfig) -> list[str]:
                 + ["--eval_batches"] * (not config.eval_batches)
             )
         )
+    if config.save_best and config.eval_data is None and (config.data_path or config.data) != "stdlib":
+        faults.append("`save_best` needs data to evaluate on, but there is none; name it with --eval_data")
     if strategy == SaveStrategy.NO:
         for name in ("save_total_limit", "save_best", "async_save", "save_hf"):
             if getattr(config, name):

@@ -18,7 +18,15 @@ from pathlib import Path
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from triaxis.engine.data.stream import ArrayTokens, StreamSource, pack_documents, rows_that_train
+from triaxis.engine.data.fingerprint import fingerprint_arrays
+from triaxis.engine.data.stream import (
+    ArrayTokens,
+    StreamSource,
+    pack_documents,
+    rows_that_train,
+    told_cuts,
+    told_drops,
+)
 from triaxis.engine.data.tokenizer import Message, Segment, Tokenizer, open_tokenizer
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -191,7 +199,8 @@ def open_jsonl(
     stops = np.cumsum(lengths)
     tokens = np.concatenate(ids)
     starts, trained = stops - lengths, np.concatenate(targets)
-    rows = rows_that_train(pack_documents(starts, len(tokens), sequence_length, pack=pack), starts, trained)
+    cut = pack_documents(starts, len(tokens), sequence_length, pack=pack)
+    rows = rows_that_train(cut, starts, len(tokens), trained)
     if not len(rows.starts):
         raise ValueError(f"{path}: no document has a token to train on ({tally}); give longer texts")
     return StreamSource(
@@ -201,7 +210,11 @@ def open_jsonl(
         sequence_length=sequence_length,
         vocab_size=tokenizer.vocab_size,
         name_document=_line_namer(path, lines),
-        report=f"{path}: {tally}" + (f" ({tally.listing()})" if tally.bad else ""),
+        report=f"{path}: {tally}"
+        + (f" ({tally.listing()})" if tally.bad else "")
+        + told_cuts(lengths, sequence_length)
+        + told_drops(cut, rows),
+        fingerprint=fingerprint_arrays(tokens, trained, starts),
         trained=trained,
     )
 

@@ -80,6 +80,11 @@ class Loader:
         size = self.microbatch_size
         return [self._batch(places[start : start + size]) for start in range(0, share, size)]
 
+    def tokens_of(self, first_sample: int) -> int:
+        """Real tokens, without padding, of the global batch that begins with this sample."""
+        places = [self.locate(sample)[1] for sample in range(first_sample, first_sample + self.global_batch)]
+        return self.source.tokens_of(np.array(places, dtype=np.int64))
+
     def eval_samples(self, batches: int | None = None) -> int:
         """The samples of an evaluation over all ranks: `batches` global batches, or all there are."""
         return len(self.source) if batches is None else min(len(self.source), batches * self.global_batch)

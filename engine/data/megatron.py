@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from triaxis.engine.data.stream import Ints, StreamSource, cut_windows
+from triaxis.engine.data.fingerprint import fingerprint_files
+from triaxis.engine.data.stream import Ints, StreamSource, cut_windows, rows_that_train, told_drops
 from triaxis.engine.data.tokenizer import open_tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -143,13 +144,21 @@ def open_megatron(
     """Windows over the stream, with documents kept apart."""
     index = check_index(path)
     kept = len(index.document_starts)
+    cut = cut_windows(index.tokens, sequence_length)
+    rows = rows_that_train(cut, index.document_starts, index.tokens, None)
+    if not len(rows.starts):
+        raise ValueError(
+            f"{index.prefix}.bin must hold a document of at least 2 tokens, since the first is never a target, but "
+            f"none of its {index.documents} has; write it anew"
+        )
     counts = f"read {index.documents}, kept {kept}, empty {index.documents - kept}, bad 0"
     return StreamSource(
         tokens=IndexedTokens(index),
         document_starts=index.document_starts,
-        rows=cut_windows(index.tokens, sequence_length),
+        rows=rows,
         sequence_length=sequence_length,
         vocab_size=0 if tokenizer_path is None else open_tokenizer(tokenizer_path).vocab_size,
         name_document=lambda document: f"{index.prefix}.bin, non-empty document {document}",
-        report=f"{index.prefix}: {counts}",
+        report=f"{index.prefix}: {counts}{told_drops(cut, rows)}",
+        fingerprint=fingerprint_files([_file(index.prefix, suffix) for suffix in (".idx", ".bin")]),
     )

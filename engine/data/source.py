@@ -8,7 +8,7 @@ from typing import Protocol
 from triaxis.engine.data.jsonl import open_jsonl
 from triaxis.engine.data.megatron import open_megatron
 from triaxis.engine.data.stdlib import open_stdlib
-from triaxis.engine.data.stream import Sample
+from triaxis.engine.data.stream import Ints, Sample
 
 SPLITS = ("train", "eval")
 
@@ -26,6 +26,15 @@ class Source(Protocol):
         ...
 
     def sample(self, epoch: int, index: int) -> Sample: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the content is."""
+        ...
+
+    def tokens_of(self, indices: Ints) -> int:
+        """Real tokens in these rows: without padding."""
+        ...
 
     def describe(self, index: int, position: int) -> str:
         """The file (and line) of one token, for messages."""

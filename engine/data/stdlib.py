@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 
-from triaxis.engine.data.stream import ArrayTokens, StreamSource, cut_windows
+from triaxis.engine.data.fingerprint import fingerprint_arrays
+from triaxis.engine.data.stream import ArrayTokens, StreamSource, cut_windows, rows_that_train, told_drops
 from triaxis.engine.data.tokenizer import BYTE_END, BYTE_VOCABULARY
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
@@ -27,12 +30,27 @@ def held_out(relative_path: str) -> bool:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """The Python files of the library proper, sorted; folders left out are not walked."""
+    """The Python files of the library proper, sorted.
+
+    Only modules that this version of Python documents as its own: what an installation adds (its configuration with
+    the folders of whoever built it, `sitecustomize`, packages) would make the data depend on the account.
+    Raises ValueError where a folder cannot be read, which is no reason to train on less.
+    """
     files: list[Path] = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_refuse_unreadable):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
+        if Path(place) == folder:
+            folders[:] = [name for name in folders if name in sys.stdlib_module_names]
+            names = [name for name in names if name.removesuffix(".py") in sys.stdlib_module_names]
         files += [Path(place, name) for name in names if name.endswith(".py")]
     return sorted(files)
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise ValueError(
+        f"the standard library must be readable by this account, but {error.filename} is not ({error.strerror}): "
+        "another account would train on more; give rights, or name your text with --data"
+    )
 
 
 def open_stdlib(*, split: str, sequence_length: int, folder: Path | None = None) -> StreamSource:
@@ -64,12 +82,17 @@ def open_stdlib(*, split: str, sequence_length: int, folder: Path | None = None)
     tokens = np.full(int(stops[-1]), BYTE_END, dtype=np.uint16)
     for text, stop in zip(texts, stops.tolist(), strict=True):
         tokens[stop - 1 - len(text) : stop - 1] = np.frombuffer(text, dtype=np.uint8)
+    starts = stops - lengths
+    cut = cut_windows(len(tokens), sequence_length)
+    rows = rows_that_train(cut, starts, len(tokens), None)
     return StreamSource(
         tokens=ArrayTokens(tokens),
-        document_starts=stops - lengths,
-        rows=cut_windows(len(tokens), sequence_length),
+        document_starts=starts,
+        rows=rows,
         sequence_length=sequence_length,
         vocab_size=BYTE_VOCABULARY,
         name_document=names.__getitem__,
-        report=f"stdlib ({split}): read {read}, kept {len(texts)}, empty {empty}, bad {bad} files",
+        report=f"stdlib ({split}) of Python {platform.python_version()}: "
+        f"read {read}, kept {len(texts)}, empty {empty}, bad {bad} files{told_drops(cut, rows)}",
+        fingerprint=fingerprint_arrays(tokens, starts),
     )

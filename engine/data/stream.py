@@ -87,16 +87,46 @@ def pack_documents(document_starts: Ints, tokens: int, sequence_length: int, *, 
     return Rows(starts=np.array(starts, dtype=np.int64), stops=np.array(stops, dtype=np.int64))
 
 
-def rows_that_train(rows: Rows, document_starts: Ints, trained: NDArray[np.bool_]) -> Rows:
+def rows_that_train(
+    rows: Rows, document_starts: Ints, tokens: int, trained: NDArray[np.bool_] | None
+) -> Rows:
     """The rows that hold at least one trained target: a token that is trained and does not begin its document.
 
     Example: documents of 3 and 1 tokens in rows [0, 3) [3, 4): the second row has no target, and is dropped.
     """
-    targets = np.concatenate((trained, [False]))
-    targets[document_starts] = False
-    before = np.concatenate(([0], np.cumsum(targets)))
-    kept = before[rows.stops + 1] > before[rows.starts + 1]
+    if trained is None:
+        # Row [start, stop) has the targets (start, stop], less those that begin a document or lie behind the end.
+        beginnings = np.append(document_starts, tokens)
+        first, last = (np.searchsorted(beginnings, edge, side="right") for edge in (rows.starts, rows.stops))
+        kept = rows.stops - rows.starts > last - first
+    else:
+        targets = np.concatenate((trained, [False]))
+        targets[document_starts] = False
+        before = np.concatenate(([0], np.cumsum(targets)))
+        kept = before[rows.stops + 1] > before[rows.starts + 1]
     return Rows(starts=rows.starts[kept], stops=rows.stops[kept])
+
+
+def told_drops(cut: Rows, kept: Rows) -> str:
+    """ "; 3 rows without a trained token dropped (17 tokens)", or "" where all were kept."""
+    dropped = len(cut.starts) - len(kept.starts)
+    if not dropped:
+        return ""
+    lost = int((cut.stops - cut.starts).sum() - (kept.stops - kept.starts).sum())
+    return f"; {counted(dropped, 'row')} without a trained token dropped ({counted(lost, 'token')})"
+
+
+def told_cuts(lengths: Ints, sequence_length: int) -> str:
+    """ "; 2 documents longer than a row were cut", or "" where none was."""
+    cut = int((lengths > sequence_length).sum())
+    return (
+        f"; {counted(cut, 'document')} longer than a row {'was' if cut == 1 else 'were'} cut" if cut else ""
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +138,7 @@ class StreamSource:
     name_document: the file (and line) of a document, for messages
     vocab_size: ids are below it; 0 where the files do not say
     report: the one line of `summary()`
+    fingerprint: of the tokens, of what is trained and of the documents' starts
     """
 
     tokens: TokenReader
@@ -117,6 +148,7 @@ class StreamSource:
     vocab_size: int
     name_document: Callable[[int], str]
     report: str
+    fingerprint: str
     trained: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
@@ -153,6 +185,10 @@ class StreamSource:
         np.cumsum(documents_L, out=documents_L)
         positions_L -= np.concatenate(([0], inner))[documents_L]
         return Sample(tokens_L=tokens_L, labels_L=labels_L, positions_L=positions_L, documents_L=documents_L)
+
+    def tokens_of(self, indices: Ints) -> int:
+        """Real tokens in these rows: without padding."""
+        return int((self.rows.stops[indices] - self.rows.starts[indices]).sum())
 
     def describe(self, index: int, position: int) -> str:
         """Where the token at `position` of row `index` comes from."""

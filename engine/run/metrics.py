@@ -29,7 +29,8 @@ class StepRow:
     loss: mean over the trained tokens of the whole global batch, nats
     grad_norm: before clipping
     clip_coefficient: what the gradients were multiplied by; 1 is not clipped
-    tokens: input tokens since the start, all ranks; tokens_per_s: of this step
+    tokens: real input tokens (no padding) since the start, all ranks; tokens_per_s: of this step
+    trained_tokens: those that had a loss, since the start
     mfu: part of the hardware's peak that the model's flops reach; None where the peak is not known
     sent_bytes: by axis, sent by this rank in this step
     eval_loss: of the model after this step; None where it was not evaluated
@@ -41,6 +42,7 @@ class StepRow:
     grad_norm: float | None
     lr: float
     tokens: int
+    trained_tokens: int
     tokens_per_s: float
     peak_mem_bytes: int
     sent_bytes: Mapping[str, int]
@@ -135,6 +137,7 @@ def values_of(row: StepRow) -> dict[str, object]:
         "grad_norm": _finite(row.grad_norm),
         "lr": row.lr,
         "tokens": row.tokens,
+        "trained_tokens": row.trained_tokens,
         "tokens_per_s": _finite(row.tokens_per_s),
         "mfu": _finite(row.mfu),
         "peak_mem_bytes": row.peak_mem_bytes,

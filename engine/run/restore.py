@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
-from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
-from triaxis.engine.data.loader import Loader
+from triaxis.engine.config import ResolvedRun, RunConfig
 from triaxis.engine.faults.replicas import check_replicas
+from triaxis.engine.run.inputs import RunInputs, changed_inputs, check_same_inputs
 from triaxis.engine.run.resume import check_same_run, named_checkpoint, told_changes
 from triaxis.engine.run.stored_row import Row, check_replay, replay, rounding
 from triaxis.engine.step import TrainingStep
@@ -21,7 +21,7 @@ def restore(
     config: RunConfig,
     resolved: ResolvedRun,
     training: TrainingStep,
-    loader: Loader,
+    inputs: RunInputs,
     open_store: Callable[[], CheckpointStore],
     say: Callable[[str], None],
 ) -> RunState | None:
@@ -52,19 +52,13 @@ def restore(
         way_out="A device or the memory of a rank is faulty; try again without it",
     )
     check_same_run(state, config, resolved)
-    if state.sampler["rows"] != len(loader.source):
-        raise ConfigError(
-            (
-                f"`data` must stay as it was saved, with {state.sampler['rows']} rows, but has {len(loader.source)}; "
-                "bring the old data back, or start anew in another --output-dir",
-            )
-        )
+    check_same_inputs(state, inputs, resolved.data)
     here = rounding(config, resolved, training.mesh.world)
     check_replay(state, replay(training, stored_row(state)), here, config.dtype)
     loaded = (
         f"resumed at step {state.step} from {path}: all {store.tensors} tensors, and the stored row's loss"
     )
-    for line in (loaded, *told_changes(state, config)):
+    for line in (loaded, *told_changes(state, config), *changed_inputs(state, inputs)):
         say(line)
     return state
 

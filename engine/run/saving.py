@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from triaxis.engine.checkpoint.manifest import RunState, SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
-from triaxis.engine.data.loader import Loader
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Watch
+from triaxis.engine.run.inputs import RunInputs
 from triaxis.engine.run.resume import facts_of
 from triaxis.engine.run.stored_row import Row, choose_row, replay, rounding
 from triaxis.engine.step import TrainingStep
@@ -33,7 +33,9 @@ AFTER_STEP = (
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Where a run is, the same on every rank. samples, tokens: consumed; loss: the latest; skipped_*: updates.
+    """Where a run is, the same on every rank. loss: the latest; skipped_*: updates.
+
+    samples, tokens: consumed, tokens without padding; trained_tokens: those with a loss
 
     norm_average: of the gradient norms of updates, the later the heavier; norms: how many there were
     """
@@ -41,6 +43,7 @@ class Counters:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    trained_tokens: int = 0
     loss: float = float("nan")
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -67,7 +70,7 @@ class Saver:
         config: RunConfig,
         resolved: ResolvedRun,
         training: TrainingStep,
-        loader: Loader,
+        inputs: RunInputs,
         open_store: Callable[[], CheckpointStore],
         *,
         row: Row | None,
@@ -75,10 +78,10 @@ class Saver:
         say: Callable[[str], None],
     ) -> None:
         self._config, self._resolved = config, resolved
-        self._training, self._loader = training, loader
+        self._training, self._inputs = training, inputs
         self._open_store, self._opened = open_store, False
         self._watch, self._say = watch, say
-        self._row = choose_row(loader) if row is None else row
+        self._row = choose_row(inputs.training) if row is None else row
         self._rounding = rounding(config, resolved, training.mesh.world)
         self._facts = facts_of(config, resolved)
         self._saved_seconds = time.monotonic()
@@ -163,7 +166,7 @@ class Saver:
         if strategy == SaveStrategy.STEPS:
             return counters.step % (self._config.save_steps or DEFAULT_SAVE_STEPS) == 0
         if strategy == SaveStrategy.EPOCH:
-            rows, batch = len(self._loader.source), self._resolved.global_batch
+            rows, batch = len(self._inputs.training.source), self._resolved.global_batch
             return counters.samples // rows > (counters.samples - batch) // rows
         return time_due
 
@@ -175,12 +178,13 @@ class Saver:
             sampler={
                 "seed": self._config.seed,
                 "samples": counters.samples,
-                "rows": len(self._loader.source),
+                "rows": len(self._inputs.training.source),
             },
             eval_loss=replay(self._training, self._row),
             extra={
                 "counters": asdict(counters),
                 "facts": self._facts,
+                "fingerprints": dict(self._inputs.fingerprints),
                 "rounding": self._rounding,
                 "replayed_row": self._row,
                 "held_out_loss": eval_loss,

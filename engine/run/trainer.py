@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 from collections.abc import Callable
@@ -20,12 +21,11 @@ from triaxis.engine.config import (
     run_directory,
     warmup_steps_of,
 )
-from triaxis.engine.data.loader import Loader
-from triaxis.engine.data.source import open_source
 from triaxis.engine.faults.numbers import judge, most_norm
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Supervision, Watch
 from triaxis.engine.plan import step_plan
+from triaxis.engine.run.inputs import RunInputs, open_inputs, tell_faults, told_inputs
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.run.peak import peak_memory_bytes
 from triaxis.engine.run.plot import plot_run
@@ -37,7 +37,7 @@ from triaxis.engine.run.weights import first_values
 from triaxis.engine.step import TrainingStep, stage_layers
 from triaxis.parallel.worlds.agreement import agree
 from triaxis.parallel.worlds.group import World
-from triaxis.parallel.worlds.mesh import Mesh, build_mesh
+from triaxis.parallel.worlds.mesh import build_mesh
 
 if TYPE_CHECKING:
     from triaxis.engine.checkpoint.store import CheckpointStore
@@ -57,38 +57,6 @@ class Summary:
     signal: int = 0
 
 
-def open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str) -> Loader | None:
-    """This rank's loader; None for an evaluation split that the run does not have."""
-    data: str | Path = resolved.data
-    if split == "eval" and resolved.data != "stdlib":
-        if config.eval_data is None:
-            return None
-        data = config.eval_data
-    source = open_source(
-        data,
-        split=split,
-        sequence_length=config.seq,
-        seed=config.seed,
-        tokenizer_path=resolved.tokenizer,
-        on_bad_sample=config.on_bad_sample,
-        pack=config.pack,
-    )
-    if source.vocab_size > resolved.model.vocab_size:
-        raise ValueError(
-            f"`model` must have a vocabulary of at least the data's {source.vocab_size} tokens, "
-            f"but {resolved.model.name} has {resolved.model.vocab_size}; choose the tokenizer's own model"
-        )
-    return Loader(
-        source,
-        seed=config.seed,
-        global_batch=resolved.global_batch,
-        microbatch_size=resolved.microbatch_size,
-        data_rank=mesh.dp.rank,
-        data_size=mesh.dp.size,
-        vocab_size=resolved.model.vocab_size,
-    )
-
-
 def train(
     config: RunConfig, resolved: ResolvedRun, world: World, supervision: Supervision | None = None
 ) -> Summary:
@@ -100,12 +68,11 @@ def train(
     mesh = build_mesh(world, resolved.topology)
     directory = run_directory(config)
     with supervision.watch(directory, mesh, config.hang_timeout) as watch:
-        loader = open_loader(config, resolved, mesh, "train")
-        assert loader is not None, "only an evaluation split may be missing"
-        evaluation = open_loader(config, resolved, mesh, "eval")
+        watch.at(0, "reading data")
+        inputs = open_inputs(config, resolved, mesh, lambda: watch.at(0, "reading data"))
         training = TrainingStep(step_plan(config, resolved), mesh, first_values(config, resolved))
         watch.watch_pipeline(training)
-        return _Run(config, resolved, training, loader, evaluation, supervision, watch).go()
+        return _Run(config, resolved, training, inputs, supervision, watch).go()
 
 
 class _Run:
@@ -116,13 +83,12 @@ class _Run:
         config: RunConfig,
         resolved: ResolvedRun,
         training: TrainingStep,
-        loader: Loader,
-        evaluation: Loader | None,
+        inputs: RunInputs,
         supervision: Supervision,
         watch: Watch,
     ) -> None:
         self._config, self._resolved, self._training = config, resolved, training
-        self._loader, self._evaluation = loader, evaluation
+        self._inputs, self._loader, self._evaluation = inputs, inputs.training, inputs.evaluation
         self._interruption, self._watch = supervision.interruption, watch
         self._mesh = training.mesh
         self._speaks = self._mesh.world.rank == 0
@@ -133,7 +99,7 @@ class _Run:
         open_store = functools.cache(self._open_store)
         notes: list[str] = []
         self._watch.at(0, "loading")
-        state = restore(config, resolved, self._training, self._loader, open_store, notes.append)
+        state = restore(config, resolved, self._training, self._inputs, open_store, notes.append)
         if state is None:
             check_replicas(
                 self._training,
@@ -144,10 +110,8 @@ class _Run:
         total_steps = resolved.steps_of(
             len(self._loader.source), done=counters.step, consumed=counters.samples
         )
-        sources = [loader.source.summary() for loader in (self._loader, self._evaluation) if loader]
-        if self._evaluation is not None and config.eval_batches:
-            rows, all_rows = self._evaluation.eval_samples(config.eval_batches), len(self._evaluation.source)
-            sources.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
+        samples = counters.samples + (total_steps - counters.step) * resolved.global_batch
+        sources = told_inputs(self._inputs, resolved, config.eval_batches, samples)
         with (
             MetricsWriter(
                 self._directory, speaks=self._speaks, report_to=config.report_to, done=counters.step
@@ -161,7 +125,7 @@ class _Run:
                 config,
                 resolved,
                 self._training,
-                self._loader,
+                self._inputs,
                 open_store,
                 row=None if state is None else stored_row(state),
                 watch=self._watch,
@@ -193,7 +157,12 @@ class _Run:
         with self._interruption.looked_at() if saves else nullcontext():
             while counters.step < total_steps and not asked:
                 row = self._step(counters, total_steps, rates, progress.announce)
-                eval_loss = row.eval_loss
+                try:
+                    eval_loss, fault = self._evaluate(counters.step, total_steps, rates)
+                except Exception:
+                    metrics.write(row)
+                    raise
+                row = dataclasses.replace(row, eval_loss=eval_loss)
                 metrics.write(row)
                 progress.update(row)
                 if saves:
@@ -202,10 +171,13 @@ class _Run:
                     counters,
                     eval_loss,
                     time_due=bool(time_due),
-                    asked=asked > 0,
+                    asked=asked > 0 or fault is not None,
                     last=counters.step == total_steps,
                 ):
                     rates.of_step()
+                if fault is not None:
+                    saver.finish()
+                    raise ValueError(fault)
             saver.finish()
         if self._config.save_hf is not None and counters.step == total_steps:
             self._export(Path(self._config.save_hf), progress.announce)
@@ -232,7 +204,7 @@ class _Run:
     def _step(
         self, counters: Counters, total_steps: int, rates: Rates, say: Callable[[str], None]
     ) -> StepRow:
-        """Step `counters.step` (from 0), and the evaluation after it if one is due."""
+        """Step `counters.step` (from 0)."""
         config, mesh, number = self._config, self._mesh, counters.step
         learning_rate = learning_rate_at(
             number,
@@ -252,16 +224,13 @@ class _Run:
         if told is not None:
             say(told)
         counters.step += 1
+        tokens = self._loader.tokens_of(counters.samples)
         counters.samples += self._resolved.global_batch
-        counters.tokens += self._resolved.global_batch * config.seq
+        counters.tokens += tokens
+        counters.trained_tokens += result.trained_tokens
         counters.loss = result.loss
-        tokens_per_second, mfu = rates.of_step()
+        tokens_per_second, mfu = rates.of_step(tokens)
         sent_bytes = mesh.sent_bytes()
-        eval_loss: float | None = None
-        if self._evaluation is not None and _evaluates(config, number + 1, total_steps):
-            self._watch.at(number + 1, "evaluating")
-            eval_loss, _ = self._training.evaluate(self._evaluation.eval_batches(config.eval_batches))
-            rates.of_step()
         return StepRow(
             step=number + 1,
             loss=result.loss,
@@ -269,13 +238,31 @@ class _Run:
             clip_coefficient=result.clip_coefficient,
             lr=learning_rate,
             tokens=counters.tokens,
+            trained_tokens=counters.trained_tokens,
             tokens_per_s=tokens_per_second,
             mfu=mfu,
             peak_mem_bytes=peak_memory_bytes(mesh.world.device),
             sent_bytes=sent_bytes,
-            eval_loss=eval_loss,
             skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
         )
+
+    def _evaluate(self, done: int, total_steps: int, rates: Rates) -> tuple[float | None, str | None]:
+        """(held-out loss, None) if an evaluation is due, or (None, why its data cannot be read on some rank)."""
+        if self._evaluation is None or not _evaluates(self._config, done, total_steps):
+            return None, None
+        self._watch.at(done, "evaluating")
+        fault = None
+        try:
+            batches = self._evaluation.eval_batches(self._config.eval_batches)
+        except (ValueError, OSError) as error:
+            fault = str(error)
+        # Agreed before anything is computed: ranks that wait in a collective could not save what they have.
+        faults = tell_faults(self._mesh, fault)
+        if faults is not None:
+            return None, faults
+        loss, _ = self._training.evaluate(batches)
+        rates.of_step()
+        return loss, None
 
 
 def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:

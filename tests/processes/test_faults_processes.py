@@ -21,7 +21,7 @@ from tests.runs import last_state, prepare, rows
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.engine.checkpoint.storage import ShardWriter
 from triaxis.engine.data.loader import Loader
-from triaxis.engine.run import trainer
+from triaxis.engine.run import inputs
 from triaxis.engine.step import TrainingStep, _Chunk
 from triaxis.launch import ranks as launch_ranks
 from triaxis.launch.checkpoint import main
@@ -332,7 +332,7 @@ def test_a_broken_index_is_told_once_and_ends_every_process(tmp_path: Path) -> N
 
 
 ASKED_IN: dict[str, tuple[Place, list[int]]] = {
-    "the index of the data": ((trainer, "open_source", 1), []),
+    "the index of the data": ((inputs, "open_source", 1), []),
     "the making of the model": ((TrainingStep, "__init__", 1), []),
     "the first step": ((_Chunk, "forward", 2), [1]),
     "accumulation": ((_Chunk, "before_backward", 6), [3]),

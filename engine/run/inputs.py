@@ -1,0 +1,248 @@
+"""What a run reads, opened by every rank, compared between ranks and with the run that is gone on from.
+
+Ranks that read different things train on, with plausible losses that are wrong: so all of them must have opened the
+same before the model is made, and a fault that one rank has is an error of all, with that rank and its machine.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from triaxis.engine.checkpoint.manifest import RunState
+from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
+from triaxis.engine.data.fingerprint import fingerprint_code, fingerprint_tokenizer
+from triaxis.engine.data.loader import Loader
+from triaxis.engine.data.source import open_source
+from triaxis.engine.data.usage import told_usage
+from triaxis.parallel.worlds.agreement import agree, gather_json
+from triaxis.parallel.worlds.mesh import Mesh
+
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.01, 1.0
+RANKS_NAMED = 4
+ROOMS = Path(__file__).resolve().parents[1].parent
+PLACES = (
+    *("data", "data_path", "eval_data", "tokenizer", "model", "model_name_or_path", "init_from"),
+    *("output_dir", "save_hf", "resume"),
+)
+"""Flags that name a place: machines may have the same thing at different ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """This rank's loaders. evaluation: None where the run has none. fingerprints: of what is read, by what it is."""
+
+    training: Loader
+    evaluation: Loader | None
+    fingerprints: Mapping[str, str]
+
+
+def open_inputs(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, still: Callable[[], None]) -> RunInputs:
+    """Opens the data on every rank, and compares. Collective.
+
+    still: called now and then while data is read, which may take minutes on one rank and a moment on another
+    Raises ValueError, on all ranks alike.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="reading") as pool:
+        opened = pool.submit(_open, config, resolved, mesh)
+        poll = FIRST_POLL_SECONDS
+        while agree(mesh, int(not wait([opened], poll).done))[0]:
+            poll = min(2 * poll, LONGEST_POLL_SECONDS)
+            still()
+    error = opened.exception()
+    if error is not None and not isinstance(error, (ValueError, OSError)):
+        raise error
+    inputs = None if error is not None else opened.result()
+    faults = tell_faults(mesh, None if error is None else str(error) or repr(error))
+    if faults is not None:
+        raise ValueError(faults) from error
+    assert inputs is not None, "a rank with an error has raised it"
+    _refuse_differing(mesh, config, inputs.fingerprints)
+    return inputs
+
+
+def _open(config: RunConfig, resolved: ResolvedRun, mesh: Mesh) -> RunInputs:
+    training = _open_loader(config, resolved, mesh, "train")
+    assert training is not None, "only an evaluation split may be missing"
+    evaluation = _open_loader(config, resolved, mesh, "eval")
+    if evaluation is not None and config.eval_batches:
+        for _ in evaluation.eval_batches(config.eval_batches):
+            pass  # a token that no embedding has would end the run after its last step
+    fingerprints = {
+        "training data": training.source.fingerprint,
+        "evaluation data": "none" if evaluation is None else evaluation.source.fingerprint,
+        "tokenizer": fingerprint_tokenizer(resolved.tokenizer),
+        "model configuration": _short(asdict(resolved.model) | {"name": None}),
+        "version of triaxis": fingerprint_code([ROOMS / room for room in ("parallel", "models", "engine")]),
+        "version of PyTorch": torch.__version__,
+    }
+    return RunInputs(training=training, evaluation=evaluation, fingerprints=fingerprints)
+
+
+def _short(value: object) -> str:
+    return blake2b(repr(value).encode(), digest_size=12).hexdigest()
+
+
+def _open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str) -> Loader | None:
+    """This rank's loader; None for an evaluation split that the run does not have."""
+    data: str | Path = resolved.data
+    if split == "eval" and resolved.data != "stdlib":
+        if config.eval_data is None:
+            return None
+        data = config.eval_data
+    source = open_source(
+        data,
+        split=split,
+        sequence_length=config.seq,
+        seed=config.seed,
+        tokenizer_path=resolved.tokenizer,
+        on_bad_sample=config.on_bad_sample,
+        pack=config.pack,
+    )
+    if source.vocab_size > resolved.model.vocab_size:
+        raise ValueError(
+            f"`model` must have a vocabulary of at least the data's {source.vocab_size} tokens, "
+            f"but {resolved.model.name} has {resolved.model.vocab_size}; choose the tokenizer's own model"
+        )
+    return Loader(
+        source,
+        seed=config.seed,
+        global_batch=resolved.global_batch,
+        microbatch_size=resolved.microbatch_size,
+        data_rank=mesh.dp.rank,
+        data_size=mesh.dp.size,
+        vocab_size=resolved.model.vocab_size,
+    )
+
+
+def tell_faults(mesh: Mesh, fault: str | None) -> str | None:
+    """What went wrong on any rank, on all of them: with rank and machine, unless it did so on all alike. Collective."""
+    if not agree(mesh, int(fault is not None))[0]:
+        return None
+    answers = gather_json(mesh.everyone, [fault, socket.gethostname()], mesh.world.device)
+    faults: dict[str, list[str]] = {}
+    for rank, answer in enumerate(answers):
+        assert isinstance(answer, list)
+        if answer[0] is not None:
+            faults.setdefault(answer[0], []).append(_place(mesh, rank, answer[1]))
+    if [len(ranks) for ranks in faults.values()] == [len(answers)]:
+        return next(iter(faults))
+    return "\n".join(f"{text} (on {_listed(ranks)})" for text, ranks in faults.items())
+
+
+def told_inputs(inputs: RunInputs, resolved: ResolvedRun, eval_batches: int, samples: int) -> list[str]:
+    """What is read and what becomes of it, a line each; samples: of the whole run."""
+    training, evaluation = inputs.training, inputs.evaluation
+    told = [
+        training.source.summary(),
+        told_usage(len(training.source), samples, resolved.global_batch, resolved.epochs),
+    ]
+    if evaluation is not None:
+        told.append(evaluation.source.summary())
+        if eval_batches:
+            rows, all_rows = evaluation.eval_samples(eval_batches), len(evaluation.source)
+            told.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
+    return told
+
+
+def _refuse_differing(mesh: Mesh, config: RunConfig, fingerprints: Mapping[str, str]) -> None:
+    """Raises where not all ranks read the same, and names those that are fewer."""
+    values = {name: str(value) for name, value in asdict(config).items()}
+    compared = {**fingerprints, **{f"--{name}": v for name, v in values.items() if name not in PLACES}}
+    own = [compared, socket.gethostname(), {name: values[name] for name in PLACES}]
+    answers = gather_json(mesh.everyone, own, mesh.world.device)
+    faults = []
+    for what in compared:
+        camps: dict[str, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            assert isinstance(answer, list)
+            camps.setdefault(answer[0][what], []).append(rank)
+        largest, *rest = sorted(camps.items(), key=lambda camp: (-len(camp[1]), camp[1][0]))
+        for other in rest:
+            sides = (_camp(mesh, what, camp, answers) for camp in (other, largest))
+            faults.append(f"{what}: {' but '.join(sides)}")
+    if faults:
+        raise ConfigError(
+            (
+                "all ranks must read the same, but do not; start all with one command, on equal files:",
+                *faults,
+            )
+        )
+
+
+FLAG_OF = {
+    "training data": "data",
+    "evaluation data": "eval_data",
+    "tokenizer": "tokenizer",
+    "model configuration": "model",
+}
+
+
+def _camp(mesh: Mesh, what: str, camp: tuple[str, list[int]], answers: list[object]) -> str:
+    """`1a2b3c on rank 1 (dp 0, pp 0, tp 1) on node7 (/data/x.jsonl)`."""
+    value, ranks = camp
+    named = []
+    for rank in ranks[:RANKS_NAMED]:
+        answer = answers[rank]
+        assert isinstance(answer, list)
+        path = answer[2]["data_path"] if what == "training data" else "None"
+        path = path if path != "None" else answer[2].get(FLAG_OF.get(what, ""), "None")
+        named.append(_place(mesh, rank, answer[1]) + (f" ({path})" if path != "None" else ""))
+    return f"{value} on {_listed(named, len(ranks))}"
+
+
+def _place(mesh: Mesh, rank: int, host: str) -> str:
+    return f"rank {rank} ({mesh.topology.place(rank)}) on {host}"
+
+
+def _listed(places: list[str], count: int | None = None) -> str:
+    more = (count or len(places)) - RANKS_NAMED
+    return ", ".join(places[:RANKS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+SAVED = ("training data", "tokenizer")
+"""What decides the numbers of a run that goes on; evaluation may change, and code does."""
+
+
+def check_same_inputs(state: RunState, inputs: RunInputs, data: str) -> None:
+    """Raises ConfigError where a run goes on with other data than it began with. Alike on all ranks."""
+    saved = state.extra.get("fingerprints")
+    rows = len(inputs.training.source)
+    if state.sampler["rows"] != rows:
+        raise ConfigError(
+            (
+                f"`data` must stay as it was saved, with {state.sampler['rows']} rows, but {data} has {rows}; "
+                "bring the old data back, or start anew in another --output-dir",
+            )
+        )
+    if not isinstance(saved, dict):
+        return  # of a version that kept none
+    changed = [what for what in SAVED if what in saved and saved[what] != inputs.fingerprints[what]]
+    if changed:
+        raise ConfigError(
+            tuple(
+                f"the {what} must stay as saved, but the content is another (fingerprint {saved[what]} became "
+                f"{inputs.fingerprints[what]}{f' in {data}' if what == 'training data' else ''}); "
+                "bring the old back, or start anew in another --output-dir"
+                for what in changed
+            )
+        )
+
+
+def changed_inputs(state: RunState, inputs: RunInputs) -> list[str]:
+    """What else is not as it was: a line for each."""
+    saved = state.extra.get("fingerprints")
+    told = ("evaluation data", "version of triaxis", "version of PyTorch")
+    if not isinstance(saved, dict):
+        return []
+    return [
+        f"changed since it was saved: {what}"
+        for what in told
+        if what in saved and saved[what] != inputs.fingerprints[what]
+    ]
