@@ -14,7 +14,18 @@ from triaxis.engine.run.metrics import MetricsWriter, StepRow, read_metrics
 from triaxis.engine.run.plot import plot_run
 from triaxis.engine.run.progress import Progress
 
-KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "peak_mem_bytes", "sent_bytes"}
+KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "trained_tokens",
+    "tokens_per_s",
+    "mfu",
+    "peak_mem_bytes",
+    "sent_bytes",
+}
 
 
 def row(step: int, loss: float = 2.0, eval_loss: float | None = None) -> StepRow:
@@ -24,6 +35,7 @@ def row(step: int, loss: float = 2.0, eval_loss: float | None = None) -> StepRow
         grad_norm=1.5,
         lr=1e-3,
         tokens=512 * step,
+        trained_tokens=500 * step,
         tokens_per_s=1000.0,
         peak_mem_bytes=1 << 20,
         sent_bytes={"tp": 10, "dp": 20},
