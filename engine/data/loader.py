@@ -62,10 +62,13 @@ class Loader:
     def locate(self, sample: int) -> tuple[int, int]:
         """(epoch, index) of the run's n-th sample, epochs behind each other."""
         epoch, place = divmod(sample, len(self.source))
+        return epoch, int(self._order(epoch)[place])
+
+    def _order(self, epoch: int) -> Ints:
         if epoch not in self._orders:
             kept = {known: order for known, order in self._orders.items() if abs(known - epoch) == 1}
             self._orders = {**kept, epoch: epoch_order(len(self.source), seed=self.seed, epoch=epoch)}
-        return epoch, int(self._orders[epoch][place])
+        return self._orders[epoch]
 
     def step_batches(self, step: int, *, first_sample: int | None = None) -> list[Batch]:
         """This rank's microbatches of optimizer step `step` (from 0).
@@ -82,8 +85,13 @@ class Loader:
 
     def tokens_of(self, first_sample: int) -> int:
         """Real tokens, without padding, of the global batch that begins with this sample."""
-        places = [self.locate(sample)[1] for sample in range(first_sample, first_sample + self.global_batch)]
-        return self.source.tokens_of(np.array(places, dtype=np.int64))
+        tokens, sample, stop = 0, first_sample, first_sample + self.global_batch
+        while sample < stop:
+            epoch, place = divmod(sample, len(self.source))
+            part = self._order(epoch)[place : place + stop - sample]
+            tokens += self.source.tokens_of(part)
+            sample += len(part)
+        return tokens
 
     def eval_samples(self, batches: int | None = None) -> int:
         """The samples of an evaluation over all ranks: `batches` global batches, or all there are."""
