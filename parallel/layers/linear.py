@@ -158,8 +158,7 @@ def _column_layout(
     partial: tuple[str, ...] = ()
     if cut.copies > 1:
         shards = mesh.tp.size // cut.copies
-        partial = (f"tp/{shards}",)
-        mesh.subgroup(*partial, "tp", shards)
+        partial = (mesh.subgroup(f"tp/{shards}", "tp", shards).name,)
     shape = (part.rows, *inner)
     offsets, sizes = slab(shape, 0, cut.start, cut.start + cut.rows)
     return ParameterLayout(

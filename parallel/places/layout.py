@@ -13,6 +13,8 @@ from enum import StrEnum
 from math import prod
 
 TENSOR_RANKS = "tp"
+REPLICAS = "replicas"
+EXPERT_REPLICAS = "expert_replicas"
 
 
 class Init(StrEnum):
@@ -44,7 +46,7 @@ class ParameterLayout:
     sizes: tuple[int, ...]
     local_shape: tuple[int, ...]
     partial: tuple[str, ...] = ()
-    replicas: str = "dp"
+    replicas: str = REPLICAS
     counted: bool = True
     decayed: bool = True
     init: Init = Init.NORMAL

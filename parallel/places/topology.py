@@ -22,7 +22,7 @@ class Axis(StrEnum):
 
 
 FACTORS = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
-"""The axes whose sizes multiply to the world size; ep is carved out of cp × dp instead."""
+"""The axes whose sizes multiply to the world size; ep is carved out of tp × cp × dp instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,11 @@ class Topology:
             if self.size(axis) < 1:
                 raise ValueError(f"`{axis}` must be at least 1, but is {self.size(axis)}; set `{axis}` to 1")
         _check_order(self.order, [axis for axis in FACTORS if self.size(axis) > 1])
-        if (self.dp * self.cp) % self.ep:
+        ranks = self.tp * self.cp * self.dp
+        if ranks % self.ep:
             raise ValueError(
-                f"`ep` must divide dp {self.dp} × cp {self.cp} = {self.dp * self.cp}, but is {self.ep}; "
-                f"nearest that work: ep {_listed(_nearest_divisors(self.dp * self.cp, self.ep))}"
+                f"`ep` must divide tp {self.tp} × cp {self.cp} × dp {self.dp} = {ranks}, but is {self.ep}; "
+                f"nearest that work: ep {_listed(_nearest_divisors(ranks, self.ep))}"
             )
 
     @property
@@ -69,7 +70,7 @@ class Topology:
             rest, places[axis] = divmod(rest, self.size(axis))
         place, stride = 0, 1
         for axis in self.axes:
-            if axis in (Axis.CP, Axis.DP):
+            if axis != Axis.PP:
                 place, stride = place + places[axis] * stride, stride * self.size(axis)
         places[Axis.EP] = place % self.ep
         return places
@@ -95,8 +96,8 @@ class Topology:
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups along the axes together: a partition of the ranks, each group and the whole ascending."""
         if Axis.EP in axes:
-            assert len(axes) == 1, "ep is cut out of cp × dp and combines with no other axis"
-            wide = self.groups(Axis.CP, Axis.DP)
+            assert len(axes) == 1, "ep is cut out of tp × cp × dp and combines with no other axis"
+            wide = self.groups(Axis.TP, Axis.CP, Axis.DP)
             cuts = (group[i : i + self.ep] for group in wide for i in range(0, len(group), self.ep))
             return tuple(sorted(cuts))
         inside = {Axis(axis) for axis in axes}
@@ -110,6 +111,14 @@ class Topology:
             stride *= self.size(axis)
         offsets.sort()
         return tuple(tuple(base + offset for offset in offsets) for base in sorted(bases))
+
+    def expert_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same experts: those at one place in every ep cut of tp × cp × dp.
+
+        Example: tp=2 dp=4 ep=4 cuts 0 … 7 into 0 1 2 3 and 4 5 6 7: (0, 4), (1, 5), (2, 6) and (3, 7).
+        """
+        wide = self.groups(Axis.TP, Axis.CP, Axis.DP)
+        return tuple(sorted(group[place :: self.ep] for group in wide for place in range(self.ep)))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group along the axes that holds the rank."""
@@ -175,7 +184,7 @@ def _check_order(order: str, needed: Sequence[Axis]) -> None:
     rule = f"`order` must name axes of {_listed(FACTORS)}, each once, innermost first, joined by '-'"
     for name in names:
         if name not in FACTORS:
-            hint = "; ep is carved out of cp × dp and has no place in it" if name == Axis.EP else ""
+            hint = "; ep is carved out of tp × cp × dp and has no place in it" if name == Axis.EP else ""
             raise ValueError(f"{rule}, but is '{order}', where '{name}' is not one{hint}")
         if names.count(name) > 1:
             raise ValueError(f"{rule}, but is '{order}', where '{name}' comes twice")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment
-from triaxis.parallel.worlds.group import Group
+from triaxis.parallel.worlds.mesh import Mesh
 
 PARTIAL_GRADIENTS = "gradients that are partial"
 """What the sums over further axes say they are for."""
@@ -82,11 +82,8 @@ class DataParallel(Protocol):
     def state_bytes(self) -> dict[str, int]: ...
 
 
-def sum_partial_gradients(shards: Sequence[Shard], groups: Mapping[str, Group]) -> None:
-    """P → R over the further axes that layouts declare (tp, tied stages), one message for each group.
-
-    groups: the mesh's, by name
-    """
+def sum_partial_gradients(shards: Sequence[Shard], mesh: Mesh) -> None:
+    """P → R over the further axes that layouts declare (tp, tied stages), one message for each group."""
     partial: dict[str, list[Tensor]] = {}
     for shard in shards:
         for segment in shard.segments:
@@ -94,7 +91,7 @@ def sum_partial_gradients(shards: Sequence[Shard], groups: Mapping[str, Group]) 
                 run = shard.gradient_shard[segment.start : segment.stop]
                 partial.setdefault(name, []).append(run)
     for name in sorted(partial):  # an order that all ranks share, whatever the order of their pieces
-        group, runs = groups[name], partial[name]
+        group, runs = mesh.named(name), partial[name]
         if group.size > 1:
             flat = torch.cat(runs)
             group.all_reduce(flat, label=PARTIAL_GRADIENTS)

@@ -112,7 +112,7 @@ class FsdpDataParallel:
         fill: Fill | None = None,
     ) -> None:
         device_mesh = mesh.device_mesh()["dp"]
-        self._groups = mesh.groups
+        self._mesh = mesh
         self._roots: list[FSDPModule] = []
         self.buckets: list[FsdpShard] = []
         for module in modules:
@@ -157,7 +157,7 @@ class FsdpDataParallel:
         """Takes the reduced gradients and sums them over the further axes that layouts declare."""
         for bucket in self.buckets:
             bucket.take_gradient()
-        sum_partial_gradients(self.buckets, self._groups)
+        sum_partial_gradients(self.buckets, self._mesh)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:

@@ -78,8 +78,8 @@ class ZeroDataParallel:
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero` must be 0, 1, 2 or 3, but is {stage}")
-        self.group, self._groups = mesh.dp, mesh.groups
-        self.stage = stage if mesh.dp.size > 1 else 0  # sharding over one rank is no sharding
+        self.group, self._mesh = mesh.replicas, mesh
+        self.stage = stage if self.group.size > 1 else 0  # sharding over one rank is no sharding
         self._pool = GradientPool()
         self._nodes: list[object] = []
         self._under_way = ReductionQueue[Bucket](REDUCTIONS_UNDER_WAY if self.stage >= 2 else None)
@@ -234,7 +234,7 @@ class ZeroDataParallel:
         for bucket in self._under_way.drain():
             bucket.finish_reduce()
         self._pool.clear()
-        sum_partial_gradients(self.buckets, self._groups)
+        sum_partial_gradients(self.buckets, self._mesh)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:

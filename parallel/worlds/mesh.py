@@ -1,22 +1,30 @@
-"""The mesh: a topology with a group for each axis, as one rank sees it."""
+"""The mesh: a topology with a group for each axis and each set of axes in use, as one rank sees it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from triaxis.parallel.places.layout import EXPERT_REPLICAS, REPLICAS
 from triaxis.parallel.places.topology import Axis, Topology
 from triaxis.parallel.worlds.group import Group, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+TOKENS = "tokens"
+SHARED = (Axis.DP, Axis.CP, Axis.TP, Axis.EP, Axis.PP)
+
+Partition = tuple[tuple[int, ...], ...]
+
 
 @dataclass(slots=True)
 class Mesh:
-    """One rank's groups. Looking a group up never communicates; `subgroup` makes one, together.
+    """One rank's groups. Looking one up never communicates; `add` and `subgroup` make one, all ranks together.
 
-    groups: "tp", "cp", "pp", "dp", "ep", "world", "ties", and the subgroups made since
+    groups: each once, by its own name: "world", "tp", "cp", "pp", "dp", "ep", "ties", and those made since
+    shared: whose group a further name of the same partition of the ranks means; others: those names
     """
 
     world: World
@@ -24,6 +32,12 @@ class Mesh:
     rank: int
     coordinates: dict[str, int]
     groups: dict[str, Group] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    shared: dict[Partition, str] = field(default_factory=dict)
+
+    def named(self, name: str) -> Group:
+        """The group of a name, which may be another's too."""
+        return self.groups[self.others.get(name, name)]
 
     @property
     def tp(self) -> Group:
@@ -40,6 +54,26 @@ class Mesh:
     @property
     def dp(self) -> Group:
         return self.groups["dp"]
+
+    @property
+    def ep(self) -> Group:
+        """The ranks over which the experts of a layer are spread: consecutive ones of tp × cp × dp."""
+        return self.groups["ep"]
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same pieces of dense parameters: cp × dp."""
+        return self.named(REPLICAS)
+
+    @property
+    def expert_replicas(self) -> Group:
+        """The ranks that hold the same experts: one place in every ep cut of tp × cp × dp."""
+        return self.named(EXPERT_REPLICAS)
+
+    @property
+    def tokens(self) -> Group:
+        """The ranks that see different tokens in the same layers: tp × cp × dp. Made where ep > 1, or by `add`."""
+        return self.named(TOKENS)
 
     @property
     def everyone(self) -> Group:
@@ -62,24 +96,30 @@ class Mesh:
     def dp_rank(self) -> int:
         return self.coordinates["dp"]
 
+    def add(self, name: str, partition: Sequence[tuple[int, ...]]) -> Group:
+        """The group `name`, of this partition of the ranks. Collective the first time a name is used.
+
+        A communicator costs memory and threads on every rank, so two names of one partition share a group.
+        """
+        if name not in self.groups and name not in self.others:
+            parts = tuple(sorted(partition))
+            if parts in self.shared:
+                self.others[name] = self.shared[parts]
+            else:
+                self.groups[name] = self.world.new_group(name, parts)
+                self.shared[parts] = name
+        return self.named(name)
+
     def subgroup(self, name: str, axis: str, parts: int) -> Group:
         """Cuts each group of `axis` into `parts` consecutive groups. Collective the first time a name is used.
 
         Example: a tp group of ranks 0 1 2 3 in 2 parts: 0 1 and 2 3.
         """
-        if name not in self.groups:
-            size = self.topology.size(axis)
-            if parts < 1 or size % parts:
-                raise ValueError(f"`parts` must divide {axis} {size}, but is {parts}")
-            self.groups[name] = self.world.new_group(
-                name,
-                [
-                    whole[i : i + size // parts]
-                    for whole in self.topology.groups(axis)
-                    for i in range(0, size, size // parts)
-                ],
-            )
-        return self.groups[name]
+        size = self.topology.size(axis)
+        if parts < 1 or size % parts:
+            raise ValueError(f"`parts` must divide {axis} {size}, but is {parts}")
+        wholes, step = self.topology.groups(axis), size // parts
+        return self.add(name, [whole[i : i + step] for whole in wholes for i in range(0, size, step)])
 
     def clear_traffic(self) -> None:
         """Starts counting sent bytes anew."""
@@ -112,11 +152,20 @@ def build_mesh(world: World, topology: Topology) -> Mesh:
             f"dp {topology.dp} × tp {topology.tp} × pp {topology.pp} × cp {topology.cp}"
         )
     everyone = (tuple(range(world.size)),)
+    # An axis has a group of its own even where another has the same ranks: messages and traffic go by its name.
     groups = {"world": world.new_group("world", everyone)}
     for axis in Axis:
         groups[axis.value] = world.new_group(axis.value, topology.groups(axis))
     groups["ties"] = world.new_group("ties", _ends(topology))
-    return Mesh(world, topology, world.rank, topology.coordinates(world.rank), groups)
+    # Of equal axes dp comes first: what is reduced over dp × cp is told as dp where cp is one.
+    shared: dict[Partition, str] = {everyone: "world"}
+    shared |= {topology.groups(axis): axis.value for axis in reversed(SHARED)}
+    mesh = Mesh(world, topology, world.rank, topology.coordinates(world.rank), groups, shared=shared)
+    mesh.add(REPLICAS, topology.groups(Axis.CP, Axis.DP))
+    if topology.ep > 1:  # no experts, no group of theirs
+        mesh.add(TOKENS, topology.groups(Axis.TP, Axis.CP, Axis.DP))
+        mesh.add(EXPERT_REPLICAS, topology.expert_replicas())
+    return mesh
 
 
 def _ends(topology: Topology) -> list[tuple[int, ...]]:

@@ -33,12 +33,26 @@ def test_order_decides_which_ranks_are_neighbours() -> None:
     assert Topology(dp=2, tp=2, pp=2, order="dp-pp-tp").groups("tp")[0] == (0, 4)
 
 
-def test_ep_is_carved_out_of_dp_and_cp() -> None:
-    topology = Topology(dp=4, tp=2, ep=2)
-    assert topology.world_size == 8
-    assert topology.groups("ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
+def test_ep_is_consecutive_ranks_of_tp_cp_and_dp() -> None:
+    topology = Topology(dp=4, tp=2, pp=2, ep=4)
+    assert topology.world_size == 16
+    assert topology.groups("ep") == ((0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15))
+    assert topology.expert_replicas()[:4] == ((0, 8), (1, 9), (2, 10), (3, 11))
+
+
+@pytest.mark.parametrize("order", ["tp-pp-dp", "dp-tp-pp", "tp-cp-dp-pp", "pp-dp-cp-tp"])
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_expert_replicas_are_one_place_of_every_cut(order: str, ep: int) -> None:
+    topology = Topology(
+        dp=2 if "cp" in order else 4, tp=2, pp=2, cp=2 if "cp" in order else 1, ep=ep, order=order
+    )
     for group in topology.groups("ep"):
-        assert [topology.coordinates(rank)["ep"] for rank in group] == [0, 1]
+        assert [topology.coordinates(rank)["ep"] for rank in group] == list(range(ep))
+    for group in topology.expert_replicas():
+        assert len(group) == 8 // ep
+        assert len({topology.coordinates(rank)["ep"] for rank in group}) == 1
+        assert len({topology.coordinates(rank)["pp"] for rank in group}) == 1
+    assert sorted(rank for group in topology.expert_replicas() for rank in group) == list(range(16))
 
 
 def test_dp_is_what_the_world_leaves() -> None:
@@ -55,7 +69,7 @@ def test_dp_is_what_the_world_leaves() -> None:
             "world_size` must be dp 3 .* = 12, but is 16; .*world_size 12, or dp 4",
         ),
         ({"tp": 0, "pp": 1}, "`tp` must be at least 1, but is 0"),
-        ({"tp": 2, "pp": 1, "ep": 3}, "`ep` must divide dp 8 × cp 1 = 8, but is 3; .*ep 2 or 4"),
+        ({"tp": 2, "pp": 1, "ep": 3}, "`ep` must divide tp 2 × cp 1 × dp 8 = 16, but is 3; .*ep 2 or 4"),
         ({"tp": 2, "pp": 1, "cp": 2}, "without cp; for example 'tp-cp-pp-dp'"),
         ({"tp": 2, "pp": 1, "order": "tp-xx-dp"}, "'xx' is not one"),
         ({"tp": 2, "pp": 1, "order": "tp-ep-dp"}, "ep is carved out"),

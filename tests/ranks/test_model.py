@@ -315,7 +315,7 @@ def test_tensor_ranks_equal_one(name: str, tensor_size: int, sequence_parallel: 
         for parameter, layout, first in named_layouts(stage):
             flat = gradient_of(parameter).view(-1)[first : first + layout.elements].clone()
             for group in layout.partial:
-                mesh.groups[group].all_reduce(flat)
+                mesh.named(group).all_reduce(flat)
             local = flat.view(layout.local_shape)[layout.unpadded]
             whole = gradients[layout.name][layout.place]
             torch.testing.assert_close(local, whole, rtol=1e-9, atol=1e-10, msg=layout.name)
