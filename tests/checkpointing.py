@@ -83,7 +83,7 @@ def gathered(step: TrainingStep) -> Pieces:
 
 def weights_of(step: TrainingStep) -> list[Tensor]:
     """The weights that this rank computes with (stage 3: what it would send), as stored."""
-    return [(b.shard if b.stage == 3 else b.parameters).clone() for b in step.data_parallel.buckets]  # type: ignore[attr-defined]
+    return [(b.shard if b.sharding.parameters else b.parameters).clone() for b in step.data_parallel.buckets]  # type: ignore[attr-defined]
 
 
 LAYOUT = Layout(dp=2, zero=1)

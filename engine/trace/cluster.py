@@ -8,7 +8,8 @@ segments, by the arithmetic that the optimizer uses. `every_rank` traces each ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -17,7 +18,8 @@ import torch
 from triaxis.engine.plan import StepPlan
 from triaxis.engine.step import LOSS_AND_NORM, summed_dtype
 from triaxis.engine.trace.meter import Known
-from triaxis.engine.trace.rank import TracedRank, survey_rank, trace_rank
+from triaxis.engine.trace.rank import TracedBucket, TracedRank, survey_rank, trace_rank
+from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology, members_with
 from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
@@ -31,6 +33,8 @@ from triaxis.parallel.programs.program import (
 )
 from triaxis.parallel.replicas.cut import cut_segments
 from triaxis.parallel.replicas.data_parallel import PARTIAL_GRADIENTS
+
+Partition = tuple[tuple[int, ...], ...]
 
 
 def trace_cluster(
@@ -71,15 +75,13 @@ def trace_cluster(
     sizes: dict[int, tuple[int, ...]] = {}
     varied: dict[int, Program] = {}
     for rank in chosen:
-        sums = _sums_of_replicas(traced[rank], topology.dp)
-        names = sorted(
-            {name for of_rank in sums for name in of_rank if len(members_with(rank, groups[name])) > 1}
-        )
-        _check(traced[rank].program, sums[0], names, places[rank])
+        sums = _sums_of_alike(traced[rank], groups, [r for r in range(world_size) if deputy[r] == rank])
+        summed = {name for of_rank in sums.values() for name in of_rank}
+        names = sorted(name for name in summed if len(members_with(rank, groups[name])) > 1)
+        _check(traced[rank].program, sums[rank], names, places[rank])
         varied[rank] = _vary(traced[rank].program, names, summed_dtype(plan))
         if names:
-            for other in (r for r in range(world_size) if deputy[r] == rank):
-                sizes[other] = tuple(sums[coordinates[other]["dp"]].get(name, 0) for name in names)
+            sizes |= {other: tuple(held.get(name, 0) for name in names) for other, held in sums.items()}
     numbers = {rank: number for number, rank in enumerate(chosen)}
     return Cluster(
         world_size,
@@ -106,20 +108,42 @@ def _alike_tensor_ranks(plan: StepPlan, topology: Topology, stage: int, known: K
     return [seen.setdefault(pieces(tensor_rank), tensor_rank) for tensor_rank in range(topology.tp)]
 
 
-def _sums_of_replicas(traced: TracedRank, replicas: int) -> list[dict[str, int]]:
-    """For each data-parallel rank: the elements of its shards that are still to be summed, by group."""
-    sums: list[dict[str, int]] = [{} for _ in range(replicas)]
+def _sums_of_alike(
+    traced: TracedRank, groups: Mapping[str, Partition], ranks: Sequence[int]
+) -> dict[int, dict[str, int]]:
+    """For each rank like the traced one: the elements of its shards that are still to be summed, by group.
+
+    They differ by the ranks' places among the replicas of each bucket, and by nothing else.
+    """
+    partial = []
     for bucket in traced.buckets:
-        partial = [(first, layout) for first, layout in bucket.pieces if layout.partial]
-        if not partial:
-            continue
+        pieces = [(first, layout) for first, layout in bucket.pieces if layout.partial]
+        if pieces:
+            partial.append((bucket, pieces))
+    axes = sorted({bucket.group for bucket, _ in partial if bucket.shards > 1})
+    place_in = {axis: {rank: i for part in groups[axis] for i, rank in enumerate(part)} for axis in axes}
+    known: dict[tuple[int, ...], dict[str, int]] = {}
+    sums = {}
+    for rank in ranks:
+        places = {axis: place_in[axis][rank] for axis in axes}
+        key = tuple(places.values())
+        if key not in known:
+            known[key] = _sums_at(partial, places)
+        sums[rank] = known[key]
+    return sums
+
+
+def _sums_at(
+    partial: Sequence[tuple[TracedBucket, Sequence[tuple[int, ParameterLayout]]]], places: Mapping[str, int]
+) -> dict[str, int]:
+    """By group: the elements still to be summed of the shards at these places among the buckets' replicas."""
+    sums: Counter[str] = Counter()
+    for bucket, pieces in partial:
         size = bucket.elements // bucket.shards
-        for replica in range(replicas):
-            first = replica % bucket.shards * size
-            for segment in cut_segments(partial, first, first + size):
-                for name in segment.layout.partial:
-                    held = sums[replica].get(name, 0)
-                    sums[replica][name] = held + segment.stop - segment.start
+        first = places[bucket.group] * size if bucket.shards > 1 else 0
+        for segment in cut_segments(pieces, first, first + size):
+            for name in segment.layout.partial:
+                sums[name] += segment.stop - segment.start
     return sums
 
 

@@ -44,8 +44,9 @@ from triaxis.parallel.worlds.trace import TraceWorld
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedBucket:
-    """A bucket of `elements`, cut into equal shards. pieces: (first element, layout) of each"""
+    """A bucket of `elements`, cut into equal shards over a group. pieces: (first element, layout) of each"""
 
+    group: str
     elements: int
     shards: int
     pieces: tuple[tuple[int, ParameterLayout], ...]
@@ -306,7 +307,7 @@ def trace_rank(
         program=program,
         partitions=world.partitions,
         buckets=tuple(
-            TracedBucket(elements=b.padded_elements, shards=b.shards, pieces=b.pieces)
+            TracedBucket(group=b.group.name, elements=b.padded_elements, shards=b.shards, pieces=b.pieces)
             for b in step.data_parallel.buckets
         ),
     )

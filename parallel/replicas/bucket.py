@@ -17,7 +17,7 @@ from triaxis.parallel.layers.declare import Layouts
 from triaxis.parallel.layers.gradient import GradientSlot, give_slot
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.programs.program import MemoryKind
-from triaxis.parallel.replicas.cut import Segment, cut_segments, padded_elements, shard_range
+from triaxis.parallel.replicas.cut import Segment, Sharding, cut_segments, padded_elements, shard_range
 from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.worlds.group import DONE, Group, Work
 
@@ -65,14 +65,14 @@ class Bucket:
         group: Group,
         *,
         number: int,
-        stage: int,
+        sharding: Sharding,
         accumulate_dtype: torch.dtype,
         master_dtype: torch.dtype,
         pool: GradientPool,
         fill: Fill | None,
     ) -> None:
-        self.members, self.group, self.stage, self._pool = tuple(members), group, stage, pool
-        self.number = number
+        self.members, self.group, self._pool = tuple(members), group, pool
+        self.number, self.sharding = number, sharding
         self._pieces: list[tuple[int, ParameterLayout]] = []
         self._offsets: list[int] = []
         elements = 0
@@ -106,16 +106,16 @@ class Bucket:
     @torch.no_grad()
     def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
         self.start, self.stop = 0, self.padded_elements
-        if self.stage:
+        if self.sharding.states:
             self.start, self.stop = shard_range(self.padded_elements, self.group.size, self.group.rank)
         self.shard = self.parameters[self.start : self.stop]
-        if self.stage == 3:
-            self.shard = self.shard.clone()
+        if self.sharding.parameters:
+            self.shard = self.shard.clone()  # its own memory: the whole is freed
         self.master = self.shard if master_dtype == self.shard.dtype else self.shard.to(master_dtype)
         self.segments = cut_segments(self._pieces, self.start, self.stop)
         device = self.parameters.device
         self._buffer: Tensor | None = None
-        if self.stage < 2:
+        if not self.sharding.gradients:
             self._buffer = torch.zeros(self.padded_elements, dtype=accumulate_dtype, device=device)
             self.gradient_shard = self._buffer[self.start : self.stop]
         else:
@@ -123,7 +123,7 @@ class Bucket:
         self._slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
         for member, slot in zip(self.members, self._slots, strict=True):
             give_slot(member, slot)
-        if self.stage == 3:
+        if self.sharding.parameters:
             self.release()
 
     def _place_finder(self, index: int) -> Callable[[], Tensor]:
@@ -153,17 +153,17 @@ class Bucket:
     @property
     def shards(self) -> int:
         """Into how many parts the bucket's master weights are cut: 1 in stage 0, where every rank updates all."""
-        return self.group.size if self.stage else 1
+        return self.group.size if self.sharding.states else 1
 
     def reductions(self, microbatches: int) -> int:
         """How often a step of so many microbatches reduces the bucket's gradient."""
         if self.group.size == 1:
             return 0
-        return microbatches if self.stage >= 2 else 1
+        return microbatches if self.sharding.gradients else 1
 
     def states(self) -> Iterator[tuple[MemoryKind, Tensor]]:
         """The tensors that are held all the time, or come and go as wholes, and what for."""
-        yield MemoryKind.GATHERED if self.stage == 3 else MemoryKind.PARAMETERS, self.parameters
+        yield MemoryKind.GATHERED if self.sharding.parameters else MemoryKind.PARAMETERS, self.parameters
         yield MemoryKind.GRADIENTS, self.gradient_shard
         yield MemoryKind.PARAMETERS, self.shard
         yield MemoryKind.OPTIMIZER, self.master
@@ -223,20 +223,20 @@ class Bucket:
             slot.fill_if_empty()
         whole, label = self._gradients(), self._label("gradient")
         self.finish_reduce()
-        if self.stage == 0:
+        if not self.sharding.states:
             work = self.group.all_reduce(whole, label=label, bucket=self.number, asynchronous=True)
             self._reducing = (work, whole, self.gradient_shard)
             return
         shard = self.gradient_shard
-        if self.stage >= 2:
+        if self.sharding.gradients:
             if self.reduced_once:
-                shard = torch.empty_like(shard)
+                shard = torch.empty_like(shard)  # to be added to what earlier microbatches left
             for slot in self._slots:
                 slot.empty = True
         work = self.group.reduce_scatter(shard, whole, label=label, bucket=self.number, asynchronous=True)
         self._reducing = (work, whole, shard)
-        if self.stage >= 2:
-            self._buffer = None
+        if self.sharding.gradients:
+            self._buffer = None  # lent to the reduction; the next microbatch takes another
         self.reduced_once = True
 
     @torch.no_grad()
@@ -249,7 +249,7 @@ class Bucket:
         work.wait()
         if shard is not self.gradient_shard:
             self.gradient_shard.add_(shard)
-        if self.stage >= 2:
+        if self.sharding.gradients:
             self._pool.give(whole)
 
     def start_step(self) -> None:
@@ -263,8 +263,8 @@ class Bucket:
         """After the update: the master shard becomes the parameters, V → R in stages 1 and 2."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-        if self.stage in (0, 3):
-            return DONE
+        if self.sharding.parameters or not self.sharding.states:
+            return DONE  # the next gather sends them, or every replica has made the same update
         return self.group.all_gather(
             self.parameters, self.shard, label=self._label("updated parameters"), asynchronous=True
         )

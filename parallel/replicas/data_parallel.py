@@ -11,6 +11,7 @@ from torch import Tensor
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment
+from triaxis.parallel.worlds.group import Group
 from triaxis.parallel.worlds.mesh import Mesh
 
 PARTIAL_GRADIENTS = "gradients that are partial"

@@ -20,7 +20,7 @@ from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment, cut_segments
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
 from triaxis.parallel.replicas.initialize import Fill
-from triaxis.parallel.replicas.zero import group_parameters
+from triaxis.parallel.replicas.units import group_parameters
 from triaxis.parallel.worlds.group import Group
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -111,6 +111,10 @@ class FsdpDataParallel:
         accumulate_dtype: torch.dtype | None = None,
         fill: Fill | None = None,
     ) -> None:
+        if mesh.replicas is not mesh.dp:
+            raise ValueError(
+                "`data_parallel` fsdp must shard over dp alone, but the replicas are dp × cp; use data_parallel zero"
+            )
         device_mesh = mesh.device_mesh()["dp"]
         self._mesh = mesh
         self._roots: list[FSDPModule] = []

@@ -1,8 +1,21 @@
 """Data parallelism in ZeRO's stages over flat buckets, for any `nn.Module`.
 
-    0: gradients all-reduced            1: optimizer states sharded, gradients reduce-scattered once a step
-    2: gradients sharded, reduced bucket by bucket while backward runs
-    3: parameters sharded too, gathered before a unit runs and freed after, the next one prefetched
+What happens to one bucket in an optimizer step of several microbatches. Its replicas each hold P the parameters,
+G the buffer of gradients and M masters and moments, whole; or p, g and m, the part of them that is theirs:
+
+    stage  held    backward of a microbatch      of the last one also      update   publish
+    0      P G M   G += its gradient             all-reduce G              M ← G
+    1      P G m   G += its gradient             reduce-scatter G into g   m ← g    p ← m, all-gather p into P
+    2      P g m   G = its gradient, borrowed;                             m ← g    p ← m, all-gather p into P
+                   reduce-scatter G, g += it
+    3      p g m   P gathered for forward and                              m ← g    p ← m
+                   for backward, freed after;
+                   G as in stage 2
+
+In stage 1 g is a view into G, in stages 0 to 2 p is a view into P, and without a wider master m's weights are p.
+Reductions run beside the backward pass that goes on: a bucket begins when its last gradient has come. A bucket with
+one replica has nobody to share with and is kept as in stage 0, whatever the stage of the others.
+(Rajbhandari et al. 2020, section 5.)
 
 A unit is a submodule of one of the classes in `wrap`; what is in none, or in several, belongs to the root unit.
 """
@@ -10,50 +23,37 @@ A unit is a submodule of one of the classes in `wrap`; what is in none, or in se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from triaxis.parallel.layers.declare import Layouts, declared
 from triaxis.parallel.layers.gradient import slot_of
 from triaxis.parallel.replicas.bucket import Bucket, GradientPool
-from triaxis.parallel.replicas.cut import Member, Segment, Sharding, fill_buckets
+from triaxis.parallel.replicas.cut import Member, Segment, Sharding, fill_buckets, shard_range
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
 from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS, REDUCTIONS_UNDER_WAY
 from triaxis.parallel.replicas.reductions import ReductionQueue
-from triaxis.parallel.worlds.group import Group
+from triaxis.parallel.replicas.units import Unit, group_parameters, hook_units
 from triaxis.parallel.worlds.mesh import Mesh
 
 
-@dataclass(slots=True)
-class Unit:
-    """A submodule whose parameters are gathered and freed together."""
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One module's buckets, and its units, which hold those buckets whose parameters are sharded."""
 
-    module: nn.Module
-    buckets: list[Bucket] = field(default_factory=list)
-    in_backward: bool = False
-
-
-def group_parameters(
-    module: nn.Module, wrap: tuple[type[nn.Module], ...]
-) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Each unit's module and its own parameters, the root first; every parameter once."""
-    units = [m for m in module.modules() if m is not module and isinstance(m, wrap)]
-    uses: dict[nn.Parameter, int] = {}
-    for unit in units:
-        for parameter in unit.parameters():
-            uses[parameter] = uses.get(parameter, 0) + 1
-    root = [p for p in module.parameters() if uses.get(p, 0) != 1]
-    return [(module, root)] + [(u, [p for p in u.parameters() if uses[p] == 1]) for u in units]
+    buckets: list[Bucket]
+    units: list[Unit]
 
 
-def _member(parameter: nn.Parameter, layouts: Layouts, group: Group, unit: int) -> Member:
+def _member(parameter: nn.Parameter, layouts: Layouts, unit: int) -> Member:
+    name, replicas = layouts[0].name, layouts[0].replicas
+    assert all(layout.replicas == replicas for layout in layouts), f"pieces of {name} have other replicas"
     alone = any(layout.tied for layout in layouts)
-    return Member(layouts[0].name, parameter.numel(), str(parameter.dtype), group.name, unit, alone)
+    return Member(name, parameter.numel(), str(parameter.dtype), replicas, unit, alone)
 
 
 class ZeroDataParallel:
@@ -78,135 +78,105 @@ class ZeroDataParallel:
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero` must be 0, 1, 2 or 3, but is {stage}")
-        self.group, self._mesh = mesh.replicas, mesh
-        self.stage = stage if self.group.size > 1 else 0  # sharding over one rank is no sharding
+        self._stage, self._mesh = stage, mesh
+        self._accumulate_dtype, self._bucket_elements, self._fill = accumulate_dtype, bucket_elements, fill
         self._pool = GradientPool()
         self._nodes: list[object] = []
-        self._under_way = ReductionQueue[Bucket](REDUCTIONS_UNDER_WAY if self.stage >= 2 else None)
+        # Only buckets that borrow a buffer for each reduction make memory grow with what is under way.
+        self._under_way = {
+            borrows: ReductionQueue[Bucket](REDUCTIONS_UNDER_WAY if borrows else None)
+            for borrows in (True, False)
+        }
         self._last = False
-        self._units: list[list[Unit]] = []
         numbers = count()
-        for module in modules:
-            units = self._make_units(module, wrap, accumulate_dtype, bucket_elements, fill, numbers)
-            self._units.append(units)
-            self._hook_gradients(units)
-            if self.stage == 3:
-                for index in range(len(units)):
-                    self._hook_parameters(units, index)
-        self.buckets = [b for units in self._units for unit in units for b in unit.buckets]
+        self._chunks = [self._make_chunk(module, wrap, numbers) for module in modules]
+        self.buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
 
-    def _make_units(
-        self,
-        module: nn.Module,
-        wrap: tuple[type[nn.Module], ...],
-        accumulate_dtype: torch.dtype | None,
-        bucket_elements: int,
-        fill: Fill | None,
-        numbers: Iterator[int],
-    ) -> list[Unit]:
-        grouped = group_parameters(module, wrap)
-        units = [Unit(owner) for owner, _ in grouped] if self.stage == 3 else [Unit(module)]
+    def _make_chunk(
+        self, module: nn.Module, wrap: tuple[type[nn.Module], ...], numbers: Iterator[int]
+    ) -> _Chunk:
+        grouped, layouts = group_parameters(module, wrap), declared(module)
         parameters = [(p, number) for number, (_, own) in enumerate(grouped) for p in own]
-        layouts = declared(module)
-        records = [_member(parameter, layouts[parameter], self.group, unit) for parameter, unit in parameters]
-        shardings = {self.group.name: Sharding.of(self.stage, self.group.size)}
-        for places in fill_buckets(records, bucket_elements, shardings):
-            members = [parameters[place][0] for place in places]
-            master = torch.promote_types(members[0].dtype, torch.float32)
-            bucket = Bucket(
-                {member: layouts[member] for member in members},
-                self.group,
-                number=next(numbers),
-                stage=self.stage,
-                accumulate_dtype=accumulate_dtype or master,
-                master_dtype=master,
-                pool=self._pool,
-                fill=fill,
-            )
-            units[records[places[0]].unit if self.stage == 3 else 0].buckets.append(bucket)
-        return units
+        members = [_member(parameter, layouts[parameter], unit) for parameter, unit in parameters]
+        shardings = {
+            name: Sharding.of(self._stage, self._mesh.named(name).size)
+            for name in {member.replicas for member in members}
+        }
+        buckets, units = [], [Unit(owner) for owner, _ in grouped]
+        for places in fill_buckets(members, self._bucket_elements, shardings):
+            first = members[places[0]]
+            held = {parameters[place][0]: layouts[parameters[place][0]] for place in places}
+            bucket = self._make_bucket(held, first.replicas, shardings[first.replicas], next(numbers))
+            buckets.append(bucket)
+            unit = units[first.unit] if bucket.sharding.parameters else None
+            if unit is not None:
+                unit.buckets.append(bucket)
+            self._hook_gradients(bucket, unit)
+        if any(unit.buckets for unit in units):
+            hook_units(units)
+        return _Chunk(buckets, units)
 
-    def _hook_gradients(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            for bucket in unit.buckets:
-                for member in bucket.members:
-                    bucket.gather()
-                    node = member.expand_as(member).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                    node.register_hook(self._completion(unit, bucket, member))  # type: ignore[union-attr]
-                    self._nodes.append(node)
-                if self.stage == 3:
-                    bucket.release()
+    def _make_bucket(
+        self, members: dict[nn.Parameter, Layouts], replicas: str, sharding: Sharding, number: int
+    ) -> Bucket:
+        # Masters, moments and sums are at least fp32: in 16 bits a small update would be rounded away.
+        master = torch.promote_types(next(iter(members)).dtype, torch.float32)
+        return Bucket(
+            members,
+            self._mesh.named(replicas),
+            number=number,
+            sharding=sharding,
+            accumulate_dtype=self._accumulate_dtype or master,
+            master_dtype=master,
+            pool=self._pool,
+            fill=self._fill,
+        )
+
+    def _hook_gradients(self, bucket: Bucket, unit: Unit | None) -> None:
+        # A parameter's gradient is whole when autograd is done with its AccumulateGrad node: however often the
+        # parameter was used, the node comes once, after the last use. The node is found behind any view of the
+        # parameter, and a view needs the storage, which stage 3 has freed: hence the gather. A list keeps the nodes
+        # alive, since a parameter alone holds its node by a weak reference and would come back with a new one.
+        bucket.gather()
+        for member in bucket.members:
+            node = member.expand_as(member).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            node.register_hook(self._completion(unit, bucket, member))  # type: ignore[union-attr]
+            self._nodes.append(node)
+        if bucket.sharding.parameters:
+            bucket.release()
 
     def _completion(
-        self, unit: Unit, bucket: Bucket, member: nn.Parameter
+        self, unit: Unit | None, bucket: Bucket, member: nn.Parameter
     ) -> Callable[[object, object], None]:
         slot = slot_of(member)
         assert slot is not None
 
         def complete(_inputs: object, _outputs: object) -> None:
+            # Weights put their product into the slot themselves; autograd brings what ordinary operators made.
             if member.grad is not None:
                 slot.add(member.grad)
                 member.grad = None
             if bucket.complete(slot):
                 self._bucket_ready(bucket)
-                if self.stage == 3 and all(b.pending == 0 for b in unit.buckets):
-                    self._release_after_backward(unit)
+                if unit is not None and all(b.pending == 0 for b in unit.buckets):
+                    unit.release_after_backward()
 
         return complete
 
     def _bucket_ready(self, bucket: Bucket) -> None:
-        if self.stage < 2 and not self._last:
+        # A whole buffer takes all microbatches' gradients, and is reduced once; a borrowed one takes one's.
+        if not bucket.sharding.gradients and not self._last:
             return
         bucket.start_reduce()
-        for earlier in self._under_way.issue(bucket):
+        for earlier in self._under_way[bucket.sharding.gradients].issue(bucket):
             earlier.finish_reduce()
-
-    # Stage 3: a unit's parameters come before it runs and go after, in both directions.
-
-    def _hook_parameters(self, units: Sequence[Unit], index: int) -> None:
-        unit = units[index]
-
-        def before_forward(_module: nn.Module, _inputs: object) -> None:
-            self._gather(unit, units[index + 1] if index + 1 < len(units) and not unit.in_backward else None)
-
-        def after_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            if unit.in_backward:  # recomputed: the backward pass needs them next
-                return
-            for bucket in unit.buckets:
-                bucket.release()
-            for made in tree_leaves(output):  # whichever of them backward reaches first
-                if isinstance(made, Tensor) and made.requires_grad:
-                    made.register_hook(before_backward)
-
-        def before_backward(_grad: Tensor) -> None:
-            unit.in_backward = True
-            self._gather(unit, units[index - 1] if index > 1 else None)
-
-        unit.module.register_forward_pre_hook(before_forward)
-        unit.module.register_forward_hook(after_forward)
-
-    @staticmethod
-    def _gather(unit: Unit, following: Unit | None) -> None:
-        for bucket in unit.buckets:
-            bucket.start_gather()
-        if following is not None:
-            for bucket in following.buckets:
-                bucket.start_gather()
-        for bucket in unit.buckets:
-            bucket.gather()
-
-    @staticmethod
-    def _release_after_backward(unit: Unit) -> None:
-        unit.in_backward = False
-        for bucket in unit.buckets:
-            bucket.release()
 
     # One optimizer step.
 
     @property
     def reductions_under_way(self) -> int:
         """How many reductions may outlast the backward pass that began them; 0 if none does."""
-        return REDUCTIONS_UNDER_WAY if self.stage >= 2 else 0
+        return REDUCTIONS_UNDER_WAY if any(bucket.sharding.gradients for bucket in self.buckets) else 0
 
     def start_step(self) -> None:
         for bucket in self.buckets:
@@ -215,25 +185,27 @@ class ZeroDataParallel:
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """Before the backward pass of one microbatch through one chunk; `last`: no other follows in this step."""
         self._last = last
-        for unit in self._units[chunk]:
-            for bucket in unit.buckets:
-                bucket.start_microbatch()
+        for bucket in self._chunks[chunk].buckets:
+            bucket.start_microbatch()
 
     def finish_backward(self, chunk: int) -> None:
-        """After it: buckets with parameters that took no part are reduced too."""
-        for unit in self._units[chunk]:
-            for bucket in unit.buckets:
-                if bucket.pending:
-                    self._bucket_ready(bucket)
-            if self.stage == 3:
-                self._release_after_backward(unit)
+        """After it: buckets with parameters that took no part are reduced too.
+
+        All replicas must reduce alike, and a parameter may have taken part on another one (an expert without tokens).
+        """
+        for bucket in self._chunks[chunk].buckets:
+            if bucket.pending:
+                self._bucket_ready(bucket)
+        for unit in self._chunks[chunk].units:
+            unit.release_after_backward()
 
     @torch.no_grad()
     def synchronize_gradients(self) -> None:
         """Waits for the reductions, then sums over the further axes that layouts declare (tp, tied stages)."""
-        for bucket in self._under_way.drain():
-            bucket.finish_reduce()
-        self._pool.clear()
+        for queue in self._under_way.values():
+            for bucket in queue.drain():
+                bucket.finish_reduce()
+        self._pool.clear()  # the update needs its memory for moments
         sum_partial_gradients(self.buckets, self._mesh)
 
     @torch.no_grad()
@@ -242,12 +214,15 @@ class ZeroDataParallel:
         runs = (run for bucket in self.buckets for run in self._counted_runs(bucket))
         return squared_sum(runs, self.buckets[0].master.device)
 
-    def _counted_runs(self, bucket: Bucket) -> Iterator[Tensor]:
-        size = bucket.padded_elements // self.group.size
-        low = 0 if self.stage else self.group.rank * size
+    @staticmethod
+    def _counted_runs(bucket: Bucket) -> Iterator[Tensor]:
+        # All replicas hold the same gradient where it is whole; each counts the part that would be its shard.
+        low, high = 0, bucket.stop - bucket.start
+        if not bucket.sharding.states:
+            low, high = shard_range(bucket.padded_elements, bucket.group.size, bucket.group.rank)
         for segment in bucket.segments:
             if segment.layout.counted:
-                start, stop = max(segment.start, low), min(segment.stop, low + size)
+                start, stop = max(segment.start, low), min(segment.stop, high)
                 if start < stop:
                     yield bucket.gradient_shard[start:stop]
 
@@ -269,17 +244,17 @@ class ZeroDataParallel:
         for bucket in self.buckets:
             shard = shard_of(bucket)
             whole = shard
-            if self.stage:
+            if bucket.sharding.states:
                 whole = shard.new_empty(bucket.padded_elements)
-                self.group.all_gather(whole, shard, label="what is inspected")
+                bucket.group.all_gather(whole, shard, label="what is inspected")
             for segment in bucket.whole_segments():
                 yield segment, whole[segment.start : segment.stop].view(segment.layout.local_shape)
 
     def computing_weights(self) -> Iterator[tuple[Segment, Tensor]]:
         """The flat weights that this rank computes with, piece by piece, where they are not its masters themselves."""
         for bucket in self.buckets:
-            own_masters = self.stage == 0 and bucket.master is bucket.shard
-            if self.stage != 3 and not own_masters:
+            own_masters = not bucket.sharding.states and bucket.master is bucket.shard
+            if not bucket.sharding.parameters and not own_masters:
                 for segment in bucket.whole_segments():
                     yield segment, bucket.parameters[segment.start : segment.stop]
 
@@ -287,7 +262,7 @@ class ZeroDataParallel:
         """Bytes that this rank's parameters, gradients and separate master weights take now."""
         sizes = {"parameters": 0, "gradients": 0, "masters": 0}
         for bucket in self.buckets:
-            parameters = bucket.shard if self.stage == 3 else bucket.parameters
+            parameters = bucket.shard if bucket.sharding.parameters else bucket.parameters
             sizes["parameters"] += parameters.nbytes
             sizes["gradients"] += bucket.gradient_bytes()
             sizes["masters"] += 0 if bucket.master is bucket.shard else bucket.master.nbytes

@@ -94,8 +94,8 @@ def held(net: nn.Module, parallel: ZeroDataParallel) -> dict[str, Tensor]:
     for bucket in parallel.buckets:
         bucket.gather()
     weights = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    if parallel.stage == 3:
-        for bucket in parallel.buckets:
+    for bucket in parallel.buckets:
+        if bucket.sharding.parameters:
             bucket.release()
     return weights
 
