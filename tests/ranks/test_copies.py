@@ -26,6 +26,7 @@ from triaxis.engine.step import TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.replicas.data_parallel import Shard
 from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import Mesh
 from triaxis.parallel.worlds.thread import run_threads
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -145,14 +146,14 @@ def test_a_sum_over_tp_that_is_left_out_is_found(
     """Under sp each rank sees a part of the tokens: without the sum of a norm's gradient its copies part ways."""
     summed = triaxis.parallel.replicas.zero.sum_partial_gradients
 
-    def without(shards: Sequence[Shard]) -> None:
+    def without(shards: Sequence[Shard], mesh: Mesh) -> None:
         kept = [
             (shard, segment, shard.gradient_shard[segment.start : segment.stop].clone())
             for shard in shards
             for segment in shard.segments
             if segment.layout.name == NORM
         ]
-        summed(shards)
+        summed(shards, mesh)
         for shard, segment, run_of_it in kept:
             shard.gradient_shard[segment.start : segment.stop] = run_of_it
 
