@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "model and cluster in, layout and start command out",
     "script": "start scripts for torchrun, Slurm and Kubernetes",
     "train": "train a model",
+    "run": "train on several processes",
     "simulate": "the whole cluster's program on this machine, without its GPUs",
     "schedule": "draw a pipeline schedule",
     "preprocess": "text into token files",

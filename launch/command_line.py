@@ -45,7 +45,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument ([^:]+): ", lambda found: f"`{found[1].split('/')[0]}` ", message)
-        text = re.sub(r"expected (one argument|at least one argument)$", "needs a value, but has none", text)
+        text = re.sub(r"invalid choice: (.*) \(choose from (.*)\)$", r"must be one of \2, but is \1", text)
+        text = re.sub(
+            r"expected (one argument|at least one argument|\d+ arguments)$",
+            "needs a value, but has none",
+            text,
+        )
         text = re.sub(r"^the following arguments are required: (.*)$", r"\1 must be given", text)
         if self._speaks:
             self.exit(Exit.REFUSED, refusal(self.prog.removeprefix("triaxis "), text) + "\n")

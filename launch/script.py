@@ -153,7 +153,9 @@ def _job(options: argparse.Namespace) -> Job:
     for warning in warnings:
         print(f"note: {warning} (on this machine)", file=sys.stderr)
     return Job(
-        name=options.name or job_name(Path(config.model).stem if "/" in config.model else config.model),
+        name=options.name
+        if options.name is not None
+        else job_name(Path(config.model).stem if "/" in config.model else config.model),
         flags=(*options.flags, *recovery_flags(options.flags)),
         nodes=options.nodes,
         gpus_per_node=options.gpus_per_node,
@@ -177,7 +179,7 @@ def faults_here(config: RunConfig, ranks: int) -> tuple[str, ...]:
 
 def _pair(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
-    if not sign or not name.isidentifier():
+    if not sign:
         raise ValueError(f"`--env` must be NAME=VALUE, but is {text!r}")
     return name, value
 

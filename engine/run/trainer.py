@@ -220,6 +220,7 @@ class _Run:
         self._watch.at(number + 1, "training")
         limit = most_norm(counters, config.spike_factor)
         result = self._training.train(batches, learning_rate, limit)
+        self._watch.at(number + 1, "looking at its numbers")
         told = judge(result, counters, self._training, limit)
         if told is not None:
             say(told)

@@ -18,6 +18,21 @@ SHUTDOWN_SECONDS = 240
 GRACE_SECONDS = SHUTDOWN_SECONDS + 60
 
 
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+ONE_LINE = r"[^\x00-\x1f\x7f]*"
+TIME = r"(?:[0-9]{1,4}-)?[0-9]{1,6}(?::[0-9]{2}){0,2}"
+SLURM_NAMES = r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]{0,200}"
+IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,300}"
+LABEL = r"[a-z0-9](?:[a-z0-9.-]{0,250}[a-z0-9])?"
+MOUNT = r"/[A-Za-z0-9._/-]{0,300}"
+"""Grammars of what comes to stand in a script outside of quotes, or in a manifest."""
+
+
+def _match(field: str, grammar: str, value: str, what: str) -> None:
+    if not re.fullmatch(grammar, value, re.ASCII):
+        raise ValueError(f"`{field}` must be {what}, but is {value[:80]!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run: `flags` of triaxis.launch.train, on `nodes` × `gpus_per_node` ranks.
@@ -42,6 +57,11 @@ class Job:
                 f"`name` must be a name that Slurm and Kubernetes both take (a-z, 0-9 and -, from a letter, at most "
                 f"52), but is {self.name!r}; for example {job_name(self.name)!r}"
             )
+        for name, value in self.environment.items():
+            _match("env", VARIABLE, name, "a variable's name (letters, digits and _)")
+            _match("env", ONE_LINE, value, "one line of printable text")
+        for line in self.setup:
+            _match("setup", ONE_LINE, line, "one line of printable text")
 
 
 def job_name(text: str) -> str:
@@ -66,16 +86,19 @@ def torchrun_arguments(job: Job, *launcher: str) -> tuple[str, ...]:
     return ("torchrun", *launcher, "--shutdown-timeout", str(SHUTDOWN_SECONDS), "-m", PROGRAM, *job.flags)
 
 
-def torchrun_command(job: Job, head: str = "HEAD_NODE", port: int = 29500) -> str:
-    """The command to type: on the one node, or on each node with `head` the name of the first."""
-    return shlex.join(_torchrun(job, head, port))
+def torchrun_command(job: Job, head: str = "HEAD_NODE", node: str = "NODE_NUMBER", port: int = 29500) -> str:
+    """The command to type: on the one node, or on each, with `head` the first one's name and `node` its number.
+
+    torchrun's static meeting: unlike c10d's, it unpickles nothing that comes to its port.
+    """
+    return shlex.join(_torchrun(job, head, node, port))
 
 
-def _torchrun(job: Job, head: str, port: int) -> tuple[str, ...]:
+def _torchrun(job: Job, head: str, node: str, port: int) -> tuple[str, ...]:
     each = ("--nproc-per-node", str(job.gpus_per_node), "--max-restarts", str(job.max_restarts))
     if job.nodes == 1:
         return torchrun_arguments(job, "--standalone", *each)
-    meeting = ("--rdzv-id", job.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{port}")
+    meeting = ("--node-rank", node, "--master-addr", head, "--master-port", str(port))
     return torchrun_arguments(job, "--nnodes", str(job.nodes), *each, *meeting)
 
 
@@ -84,11 +107,13 @@ def torchrun_script(job: Job) -> str:
     lines = ["#!/bin/bash"]
     if job.nodes > 1:
         lines += [
-            f"# Run on each of the {job.nodes} nodes: bash torchrun.sh FIRST_NODE",
+            f"# Run on each of the {job.nodes} nodes: bash torchrun.sh FIRST_NODE NUMBER (0 on the first node)",
             "head=${1:?give the name of the first node}",
+            "node=${2:?give the number of this node: 0 on the first}",
         ]
     lines += [*job.setup, *_exports(job.environment)]
-    command = _folded(_torchrun(job, "@HEAD@", 29500), 4, {"@HEAD@:29500": '"$head:29500"'})
+    shell = {"@HEAD@": '"$head"', "@NODE@": '"$node"'}
+    command = _folded(_torchrun(job, "@HEAD@", "@NODE@", 29500), 4, shell)
     return "\n".join([*lines, f"exec {command}"]) + "\n"
 
 
@@ -105,16 +130,21 @@ def slurm_script(
     account: str | None = None,
     warning_seconds: int = GRACE_SECONDS,
 ) -> str:
-    """An sbatch script; see sbatch.py."""
+    """An sbatch script; see sbatch.py. Raises ValueError for a field that is not what Slurm takes."""
+    _match("time", TIME, time, "a limit as Slurm reads it, such as 90, 12:00:00 or 2-12:00:00")
+    for option, value in (("partition", partition), ("account", account)):
+        if value is not None:
+            _match(option, SLURM_NAMES, value, "a name of letters, digits and _ . , + @ -")
     shell = {
         "@NODES@": '"$SLURM_JOB_NUM_NODES"',
         "@ID@": '"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt"',
-        "@ENDPOINT@": '"$MASTER_ADDR:$MASTER_PORT"',
+        "@ADDRESS@": '"$MASTER_ADDR"',
+        "@PORT@": '"$MASTER_PORT"',
     }
     words = torchrun_arguments(
         job,
         *("--nnodes", "@NODES@", "--nproc-per-node", str(job.gpus_per_node), "--max-restarts", "0"),
-        *("--rdzv-id", "@ID@", "--rdzv-backend", "c10d", "--rdzv-endpoint", "@ENDPOINT@"),
+        *("--rdzv-id", "@ID@", "--master-addr", "@ADDRESS@", "--master-port", "@PORT@"),
     )
     options = {
         "job-name": job.name,
@@ -150,6 +180,12 @@ class Cluster:
     claim: str
     mount: str = "/data"
     namespace: str = "default"
+
+    def __post_init__(self) -> None:
+        _match("image", IMAGE, self.image, "the name of a container image")
+        _match("claim", LABEL, self.claim, "a name that Kubernetes takes (a-z, 0-9, . and -)")
+        _match("namespace", LABEL, self.namespace, "a name that Kubernetes takes (a-z, 0-9, . and -)")
+        _match("mount", MOUNT, self.mount, "an absolute path of letters, digits and . _ / -")
 
 
 def pytorch_job(job: Job, cluster: Cluster) -> str:

@@ -37,7 +37,7 @@ while :; do
     # The launcher ignores USR1, which would end it; the ranks have a handler of their own.
     # shellcheck disable=SC2016 # expanded by the inner shell
     srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-        bash -c 'trap "" USR1; exec torchrun "$@"' torchrun \\
+        bash -c 'trap "" USR1; exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \\
         {command} &
     step=$!
     wait "$step"

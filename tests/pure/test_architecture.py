@@ -63,6 +63,8 @@ PURE = (
 DISTRIBUTED = {
     "parallel/worlds/process.py",
     "parallel/worlds/meeting.py",
+    "launch/node_meeting.py",
+    "launch/run.py",
     "parallel/worlds/process_group.py",
     "parallel/replicas/fsdp.py",
     "parallel/worlds/mesh.py",

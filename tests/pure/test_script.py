@@ -116,9 +116,15 @@ def test_one_torchrun_a_node_and_one_place_to_meet(slurm: dict[str, str], tmp_pa
     )
     assert done.returncode == 0, done.stderr
     first, second = words(tmp_path)
-    assert first == second
+    assert (first[:2], second[:2]) in (
+        (["--node-rank", "0"], ["--node-rank", "1"]),
+        (["--node-rank", "1"], ["--node-rank", "0"]),
+    )
+    assert first[2:] == second[2:]
     port = 20000 + int(slurm["SLURM_JOB_ID"]) % 10000
-    assert first[first.index("--rdzv-endpoint") + 1] == f"localhost:{port}"
+    assert first[first.index("--master-addr") + 1] == "localhost"
+    assert first[first.index("--master-port") + 1] == str(port)
+    assert "c10d" not in first, "it unpickles what comes to its port"
     assert first[first.index("--nnodes") + 1] == "2"
     assert tuple(first[-len(FLAGS) :]) == FLAGS
     assert (tmp_path / "seen").read_text() == "mlx5 8\n" * 2
@@ -232,9 +238,12 @@ def test_the_command_starts_what_it_says(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(tmp_path / "start.sh")]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode
-    done = subprocess.run([*command, "first"], env=environment, capture_output=True, text=True, check=True)
+    assert subprocess.run([*command, "first"], env=environment, capture_output=True, check=False).returncode
+    done = subprocess.run(
+        [*command, "first", "1"], env=environment, capture_output=True, text=True, check=True
+    )
     given = done.stdout.splitlines()
-    assert given[given.index("--rdzv-endpoint") + 1] == "first:29500"
+    assert given[given.index("--master-addr") + 1] == "first" and given[given.index("--node-rank") + 1] == "1"
     assert tuple(given[-len(FLAGS) :]) == FLAGS
     assert "--standalone" in torchrun_command(Job(name="x", flags=()))
 
@@ -372,3 +381,46 @@ def test_wishes_about_saving_are_kept() -> None:
     assert recovery_flags(("--save_minutes=5", "--resume", "never")) == ()
     config = parse_flags(recovery_flags(()), speaks=True)
     assert (config.save_steps, config.resume) == (500, "auto")
+
+
+PLANT = "1:00\ntouch planted"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("time", value) for value in (PLANT, "soon", "1:2", "", "$(touch planted)", "1:00 --wrap=x", "٣")),
+        *(("partition", value) for value in (PLANT, "a b", "", "-x", "a;touch planted", "p" * 300)),
+        *(("account", value) for value in (PLANT, "`touch planted`", "a\x00b", "#")),
+        *(("env", value) for value in (f"A={PLANT}", "A B=1", "é=1", "=1", "A=\x1b[31m")),
+        *(("setup", value) for value in (PLANT, "x\x07")),
+        *(("name", value) for value in (PLANT, "Übung", "")),
+    ],
+)  # fmt: skip
+def test_every_field_that_reaches_a_script_has_a_grammar(
+    field: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.sbatch"
+    assert main(["slurm", f"--{field}={value}", "--out", str(out), "--"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("triaxis script slurm: ") and f"`{field}` must be" in said and len(said) < 400
+    assert said.isprintable() or said.strip().isprintable()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("image", PLANT), ("image", "-x"), ("claim", "A b"), ("claim", PLANT), ("namespace", "../x"), ("mount", "data"),
+     ("mount", "/a\nb: c")],
+)  # fmt: skip
+def test_a_manifest_takes_names_only(field: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"image": "i", "claim": "c"} | {field: value}
+    assert main(["kubernetes", *(f"--{name}={text}" for name, text in given.items()), "--"]) == 2
+    assert f"`{field}` must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", ["90", "12:00", "12:00:00", "2-12", "2-12:30:00", "0"])
+def test_limits_that_slurm_reads_are_taken(time: str) -> None:
+    assert f"#SBATCH --time={time}\n" in slurm_script(
+        JOB, time=time, partition="gpu,gpu-long", account="a.b@c"
+    )
