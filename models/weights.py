@@ -40,7 +40,6 @@ def filler(weights: Weights) -> Fill:
 
 def whole_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every tensor of the whole model, by name: its shape. Nothing is allocated."""
-    world = TraceWorld(0, 1)
-    world.device = torch.device("meta")
+    world = TraceWorld(0, 1, "meta")
     stage = build_model(model, Build.on(build_mesh(world, Topology())))
     return {layout.name: layout.shape for _, layout, _ in named_layouts(stage)}

@@ -48,18 +48,9 @@ def trace_cluster(
 ) -> Cluster:
     """All ranks' programs of one optimizer step. progress: called with (ranks traced, ranks to trace)."""
     world_size = topology.world_size
-    coordinates = [topology.coordinates(rank) for rank in range(world_size)]
     places = [topology.place(rank) for rank in range(world_size)]
     known = Known()
-    if every_rank:
-        deputy = list(range(world_size))
-    else:
-        deputies = {
-            (tensor_rank, stage): topology.rank(pp=stage, tp=first)
-            for stage in range(topology.pp)
-            for tensor_rank, first in enumerate(_alike_tensor_ranks(plan, topology, stage, known))
-        }
-        deputy = [deputies[place["tp"], place["pp"]] for place in coordinates]
+    deputy = list(range(world_size)) if every_rank else _deputies(plan, topology)
     chosen = sorted(set(deputy))
     traced: dict[int, TracedRank] = {}
     for done, rank in enumerate(chosen):
@@ -93,14 +84,25 @@ def trace_cluster(
     )
 
 
-def _alike_tensor_ranks(plan: StepPlan, topology: Topology, stage: int, known: Known) -> list[int]:
+def _deputies(plan: StepPlan, topology: Topology) -> list[int]:
+    """For each rank: the one whose program tells its own."""
+    deputies = {
+        (tensor_rank, stage): topology.rank(pp=stage, tp=first)
+        for stage in range(topology.pp)
+        for tensor_rank, first in enumerate(_alike_tensor_ranks(plan, topology, stage))
+    }
+    places = [topology.coordinates(rank) for rank in range(topology.world_size)]
+    return [deputies[place["tp"], place["pp"]] for place in places]
+
+
+def _alike_tensor_ranks(plan: StepPlan, topology: Topology, stage: int) -> list[int]:
     """For each tensor rank of a stage: the first whose parameters are cut into pieces of the same shapes.
 
     Pieces never grow with the rank, so where the first and the last have the same, all have.
     """
 
     def pieces(tensor_rank: int) -> object:
-        return survey_rank(plan, topology, topology.rank(pp=stage, tp=tensor_rank), known)
+        return survey_rank(plan, topology, topology.rank(pp=stage, tp=tensor_rank))
 
     if topology.tp == 1 or pieces(0) == pieces(topology.tp - 1):
         return [0] * topology.tp

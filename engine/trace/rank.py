@@ -267,16 +267,20 @@ def record_step(
     return program, step, meter
 
 
-def survey_rank(plan: StepPlan, topology: Topology, rank: int, known: Known) -> object:
+def rank_layouts(plan: StepPlan, topology: Topology, rank: int) -> tuple[tuple[ParameterLayout, ...], ...]:
+    """What each chunk of a rank holds, piece by piece, from the model's own constructors; no memory is taken."""
+    world = TraceWorld(rank, topology.world_size, "meta")
+    stages = build_stages(plan, build_mesh(world, topology))
+    return tuple(tuple(layout for _, layout, _ in named_layouts(stage)) for stage in stages)
+
+
+def survey_rank(plan: StepPlan, topology: Topology, rank: int) -> object:
     """What decides how a rank's program differs from its tensor-parallel peers': the shapes of its pieces."""
-    world = TraceWorld(rank, topology.world_size)
-    with Meter(Recorder(), dry=True, known=known):
-        stages = build_stages(plan, build_mesh(world, topology))
-        return tuple(
-            (layout.name, layout.local_shape, layout.partial)
-            for stage in stages
-            for _, layout, _ in named_layouts(stage)
-        )
+    return tuple(
+        (layout.name, layout.local_shape, layout.partial, layout.replicas)
+        for chunk in rank_layouts(plan, topology, rank)
+        for layout in chunk
+    )
 
 
 def trace_rank(

@@ -31,6 +31,8 @@ class GradientSlot:
         """Adds grad_TOᵀ · input_TI to the first `rows` rows (all, if None)."""
         buffer = self._find_buffer()
         target_OI = buffer if rows is None else buffer[:rows]
+        # In one dtype the product adds into the buffer itself, so no gradient as large as the weight exists beside
+        # it. Where sums are wider (fp32 of bf16) a product must be made first: mm writes in its operands' dtype.
         if target_OI.dtype != grad_TO.dtype:
             product_OI = grad_TO.t() @ input_TI
             if self.empty:
@@ -42,7 +44,9 @@ class GradientSlot:
         else:
             target_OI.addmm_(grad_TO.t(), input_TI)
         if self.empty and rows is not None:
-            buffer[rows:].zero_()
+            buffer[
+                rows:
+            ].zero_()  # padding of the vocabulary, which still holds the last step's or another bucket's
         self.empty = False
 
     def add_grouped_products(self, grad_SO: Tensor, input_SI: Tensor, counts: Sequence[int]) -> None:
@@ -68,7 +72,7 @@ class GradientSlot:
         """Adds grad_TD[t] to row rows_T[t]."""
         buffer = self._find_buffer()
         if self.empty:
-            buffer.zero_()
+            buffer.zero_()  # most rows are not looked up, and a row may be several times
         buffer.index_add_(0, rows_T, grad_TD.to(buffer.dtype))
         self.empty = False
 
@@ -83,7 +87,7 @@ class GradientSlot:
 
     def fill_if_empty(self) -> None:
         """A parameter that took no part has a gradient of zero."""
-        if self.empty:
+        if self.empty:  # what the buffer holds is left from before
             self._find_buffer().zero_()
             self.empty = False
 

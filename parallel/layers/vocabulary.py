@@ -70,6 +70,7 @@ class _Embedding(Function):
         sequence_parallel: bool,
     ) -> Tensor:
         rows_T = ids_T - start
+        # Another tensor rank has the rows outside: here they are zero, and the sum over tp leaves its own.
         outside_T = (rows_T < 0) | (rows_T >= valid)
         rows_T = rows_T.masked_fill_(outside_T, 0)
         partial_TD = F.embedding(rows_T, weight).masked_fill_(outside_T[:, None], 0)
@@ -150,7 +151,7 @@ class _CrossEntropy(Function):
         sums_2T = torch.zeros(2, tokens, dtype=dtype, device=whole_TD.device)
         steps = _chunks(tokens, valid, chunk_logits)
         kept_TV: Tensor | None = None
-        for first in steps if valid else ():
+        for first in steps if valid else ():  # a rank may have nothing but padding
             part = slice(first, first + steps.step)
             logits_CV = (whole_TD[part] @ weight_VD.t()).to(dtype)
             torch.amax(logits_CV, dim=1, out=largest_T[part])
@@ -160,6 +161,8 @@ class _CrossEntropy(Function):
             if logits_CV.numel() == tokens * valid <= KEPT_LOGITS:
                 kept_TV = logits_CV
         sums_2T[1].masked_fill_(~here_T, 0)
+        # Exponentials are over this rank's own largest logit; once all ranks' largest is known, one factor a token
+        # puts them right, so no chunk of logits is needed a second time.
         local_T = largest_T.clone()
         group.all_reduce(largest_T, largest=True, label="largest logits")
         sums_2T[0].mul_((local_T - largest_T).exp_())
@@ -177,13 +180,16 @@ class _CrossEntropy(Function):
         whole_TD = gather(hidden_TD, ctx.group) if ctx.sequence_parallel else hidden_TD
         weight_VD, valid = ctx.weight[: ctx.valid], ctx.valid
         factor_T = weight_T * grads[0]
+        # Of a token whose label another rank has, nothing is taken from the probabilities here (row 0 stands in).
         target_T = torch.where(here_T, -factor_T, 0)
         grad_TD = torch.zeros_like(whole_TD) if valid == 0 else torch.empty_like(whole_TD)
         grad_weight: Tensor | None = None
         steps = _chunks(whole_TD.shape[0], valid, ctx.chunk_logits)
         for first in steps if valid else ():
             part = slice(first, first + steps.step)
-            if kept_TV is not None:
+            if (
+                kept_TV is not None
+            ):  # exponentials over the rank's largest; the ratio makes probabilities of them
                 logits_CV = kept_TV * (ratio_T * factor_T)[:, None]
             else:
                 logits_CV = (whole_TD[part] @ weight_VD.t()).to(lse_T.dtype)

@@ -97,6 +97,8 @@ class Bucket:
             place = self.parameters[offset : offset + member.numel()].view(member.shape)
             if fill is None:
                 place.copy_(member.data)
+            # The parameter stays the same object, so layers, hooks and ties know nothing of buckets; what it was made
+            # with is let go of here, one at a time.
             member.data = place
         if fill is not None:
             for offset, layout in self._pieces:
@@ -138,7 +140,9 @@ class Bucket:
     def _gradients(self) -> Tensor:
         if self._buffer is None:
             self._buffer = self._pool.take(self.gradient_shard, self.padded_elements)
-            self._buffer[self.elements :].zero_()
+            self._buffer[
+                self.elements :
+            ].zero_()  # no slot writes the padding, and it is summed with the rest
         return self._buffer
 
     def gradient_bytes(self) -> int:
@@ -179,6 +183,7 @@ class Bucket:
 
     def start_gather(self) -> None:
         """V → R on the data-parallel axis, asynchronously; nothing if the parameters are here."""
+        # Freed is the storage, not the tensor: members, and what autograd saved, are views that find it filled again.
         storage = self.parameters.untyped_storage()
         if self._gathering is None and storage.nbytes() == 0:
             resize_storage(self.parameters, self.padded_elements * self.parameters.element_size())
@@ -196,7 +201,7 @@ class Bucket:
             self._gathering = None
 
     def release(self) -> None:
-        """Frees the parameters; a gather under way ends first."""
+        """Frees the parameters; a gather under way ends first, or it would write into freed memory."""
         self._finish_gather()
         resize_storage(self.parameters, 0)
 
@@ -222,7 +227,7 @@ class Bucket:
         for slot in self._slots:
             slot.fill_if_empty()
         whole, label = self._gradients(), self._label("gradient")
-        self.finish_reduce()
+        self.finish_reduce()  # of the microbatch before: both add to the same shard
         if not self.sharding.states:
             work = self.group.all_reduce(whole, label=label, bucket=self.number, asynchronous=True)
             self._reducing = (work, whole, self.gradient_shard)

@@ -41,14 +41,17 @@ class TraceGroup(Group):
 
 
 class TraceWorld(World):
-    """Rank `rank` of `size` ranks, none of which runs. partitions: the groups made so far, by name."""
+    """Rank `rank` of `size` ranks, none of which runs.
+
+    partitions: the groups made so far, by name; device "meta": tensors have shapes and no memory
+    """
 
     name = "trace"
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
         if not 0 <= rank < size:
             raise ValueError(f"`rank` must be from 0 to {size - 1}, but is {rank}")
-        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+        self.rank, self.size, self.device = rank, size, torch.device(device)
         self.partitions: dict[str, Partition] = {}
 
     def _new_group(self, name: str, partition: Partition) -> Group:

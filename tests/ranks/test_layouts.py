@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from triaxis.engine.plan import StepPlan
+from triaxis.engine.trace.rank import rank_layouts
+from triaxis.models.presets import PRESETS
 from triaxis.parallel.layers.declare import declare_replicated, declared
 from triaxis.parallel.places.layout import ParameterLayout, slab
+from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas import initialize
 from triaxis.parallel.replicas.initialize import initialize_piece, normal_elements
 
@@ -69,3 +75,24 @@ def test_a_parameter_without_a_layout_is_named() -> None:
     declare_replicated(net[0], 0)
     with pytest.raises(ValueError, match=r"`1\.weight` of shape \(2, 3\) has none"):
         declared(net)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2.5-72b", "gpt2-124m"])
+def test_what_all_ranks_hold_is_the_model(name: str, virtual_stages: int) -> None:
+    """Without memory: 145 GB would not be there."""
+    model = PRESETS[name]
+    topology = Topology(tp=4, pp=2, dp=2)
+    plan = StepPlan(
+        model=model, microbatch_size=1, microbatches=4, sequence_length=128, virtual_stages=virtual_stages
+    )
+    held: dict[str, set[tuple[int, ...]]] = {}
+    elements = 0
+    for rank in range(8):
+        for chunk in rank_layouts(plan, topology, rank):
+            for layout in chunk:
+                places = held.setdefault(layout.name, set())
+                if layout.offsets not in places:
+                    places.add(layout.offsets)
+                    elements += prod(layout.sizes)
+    assert elements == model.parameters()
