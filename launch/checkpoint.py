@@ -104,7 +104,9 @@ def _list(options: argparse.Namespace) -> int:
         except CheckpointError as error:
             rows.append((path.name, "damaged", *("" for _ in COLUMNS[2:])))
             faults.append(str(error))
-    rows += [(path.name, "not complete", *("" for _ in COLUMNS[2:])) for path in leftovers_at(options.dir)]
+    for path, why in leftovers_at(options.dir):
+        rows.append((path.name, "not complete", *("" for _ in COLUMNS[2:])))
+        faults.append(f"{path.name}: {why}")
     if len(rows) == 1:
         _complete(options.dir)
     _print_table(rows, right=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.agreement import LEARNING_RATE, MODEL, Layout, Piece, assemble, plan_
 from triaxis.engine.checkpoint.folder import MANIFEST
 from triaxis.engine.checkpoint.store import CheckpointStore, RunState
 from triaxis.engine.optimizer import MOMENTS
+from triaxis.engine.run.counters import Counters
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.places.topology import Topology
@@ -29,9 +30,13 @@ def state_at(step: int, **changes: object) -> RunState:
         "step": step,
         "tokens": 128 * step,
         "config": {"model": "agreement", "learning_rate": 1e-3},
-        "sampler": {"seed": 0, "samples": 8 * step},
+        "sampler": {"seed": 0, "samples": 8 * step, "rows": 64},
         "eval_loss": 1 / 3,
-        "extra": {"skipped_steps": []},
+        "extra": {
+            "facts": {"global_batch": 8},
+            "counters": asdict(Counters(step=step, loss=0.5)),
+            "replayed_row": {"tokens": [1], "labels": [2], "positions": [0], "documents": None},
+        },
     }
     return RunState(**{**facts, **changes})  # type: ignore[arg-type]
 

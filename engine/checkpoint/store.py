@@ -6,10 +6,6 @@ all say that theirs is on disk, rank 0 writes the manifest and gives the folder 
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
-import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -17,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,11 +24,13 @@ from triaxis.engine.checkpoint.assignment import (
     plan_from_json,
     plan_to_json,
 )
+from triaxis.engine.checkpoint.failures import save_failure, together, told_cause
 from triaxis.engine.checkpoint.folder import (
     BEST,
     FOLDER,
     begin_folder,
     complete_checkpoints,
+    discard_folder,
     place_folder,
     prune_folders,
     reading,
@@ -44,7 +42,6 @@ from triaxis.engine.checkpoint.manifest import (
     RunState,
     SaveError,
     check_files,
-    damaged,
 )
 from triaxis.engine.checkpoint.states import held_states
 from triaxis.engine.checkpoint.storage import ShardReader, ShardWriter, results_of
@@ -52,9 +49,6 @@ from triaxis.engine.step import TrainingStep
 from triaxis.parallel.worlds.agreement import gather_json, send_json
 
 __all__ = ["CheckpointError", "CheckpointStore", "RunState", "SaveError", "complete_checkpoints"]
-
-T = TypeVar("T")
-FAILURES_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +104,7 @@ class CheckpointStore:
         self.size_bytes = sum(result.size_in_bytes for share in self._results for result in share)
         self._save: _Save | None = None
         self._current: Path | None = None
+        self._notes: list[str] = []
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, as rank 0 sees it. Collective."""
@@ -171,16 +166,15 @@ class CheckpointStore:
 
     def _begin(self, step: int) -> Path:
         """The temporary folder of a save, made by rank 0. Raises SaveError on all ranks."""
-        answer: dict[str, str] = {}
+        answer: dict[str, object] = {}
         if self._group.rank == 0:
             try:
-                made = begin_folder(self._directory / FOLDER, step, secrets.token_hex(4))
-                answer = {"name": made.name}
+                answer = {"name": begin_folder(self._directory / FOLDER, step).name}
             except OSError as error:
-                answer = {"failure": str(error)}
+                answer = {"failure": told_cause(self._own_name, error)}
         told: Any = send_json(self._group, answer, self._device)
         if "failure" in told:
-            raise self._failure(step, "rank 0", told["failure"])
+            raise save_failure(step, *told["failure"])
         return self._directory / FOLDER / str(told["name"])
 
     def _commit(self) -> SaveError | None:
@@ -193,19 +187,19 @@ class CheckpointStore:
         if error is not None and not isinstance(error, OSError):
             raise error
         files = {name: (file.size_bytes, file.crc32) for name, file in self._writer.files.items()}
-        own = {"failure": None if error is None else str(error), "files": files, "name": self._own_name}
+        own = {"failure": None if error is None else told_cause(self._own_name, error), "files": files}
         reports: list[Any] = gather_json(self._group, own, self._device)
-        failed = [(report["name"], report["failure"]) for report in reports if report["failure"]]
+        failed = [report["failure"] for report in reports if report["failure"]]
         if not failed and self._group.rank == 0:
             failed = self._place(save, reports)
         told: Any = send_json(self._group, failed[:1], self._device)
         if not told:
             return None
         if self._group.rank == 0:
-            shutil.rmtree(save.temporary, ignore_errors=True)
-        return self._failure(save.state.step, *told[0])
+            discard_folder(save.temporary)
+        return save_failure(save.state.step, *told[0])
 
-    def _place(self, save: _Save, reports: list[Any]) -> list[tuple[str, str]]:
+    def _place(self, save: _Save, reports: list[Any]) -> list[tuple[str, str, int]]:
         """Rank 0 writes the manifest and names the folder; what failed, or nothing."""
         files = {
             name: FileRecord(size_bytes=size_bytes, crc32=crc32)
@@ -219,21 +213,11 @@ class CheckpointStore:
             self._writer.finish(
                 replace(self._metadata, planner_data=facts, storage_data=files), self._results
             )
-            self._current = place_folder(save.temporary, save.state.step)
+            self._current, note = place_folder(save.temporary, save.state.step)
         except OSError as error:
-            return [(self._own_name, str(error))]
+            return [told_cause(self._own_name, error)]
+        self._notes += [note] if note else []
         return []
-
-    @staticmethod
-    def _failure(step: int, name: str, cause: str) -> SaveError:
-        way_out = "Free space there, or choose another `output_dir`"
-        if os.strerror(errno.ENOENT) in cause:  # where rank 0 had made the folder
-            way_out = "Choose an `output_dir` that all nodes share"
-        return SaveError(
-            f"the checkpoint of step {step} was not saved, by {name}: {cause}; earlier checkpoints are as they "
-            f"were. {way_out}",
-            step,
-        )
 
     # Loading.
 
@@ -263,8 +247,8 @@ class CheckpointStore:
             def read() -> None:
                 reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner)
 
-            manifest = self._together(prepare, path)
-            self._together(read, path)
+            manifest = together(self._group, self._device, self._own_name, prepare, path)
+            together(self._group, self._device, self._own_name, read, path)
         self._step.optimizer.resume_at(manifest.optimizer_steps)
         self._step.data_parallel.publish()
         self._current = path
@@ -274,33 +258,15 @@ class CheckpointStore:
         """The files whose checksum this rank checks."""
         return {name: files[name] for name in sorted(files)[self._group.rank :: self._group.size]}
 
-    def _together(self, work: Callable[[], T], path: Path) -> T:
-        """This rank's result, if no rank failed; else the first failure is raised on all. Collective."""
-        result: list[T] = []
-        failure: tuple[str, str, str] | None = None
-        try:
-            result.append(work())
-        except CheckpointError as error:
-            failure = self._own_name, str(error), str(error.previous or "")
-        except OSError as cause:
-            unread = damaged(path, "", f"cannot be read ({cause})")
-            failure = self._own_name, str(unread), str(unread.previous or "")
-        failures: list[Any] = gather_json(self._group, failure, self._device)
-        told = [answer for answer in failures if answer is not None]
-        if told:
-            _, text, previous = told[0]
-            if any(answer is None or answer[1] != text for answer in failures):
-                text = "; ".join(f"{name}: {text}" for name, text, _ in told[:FAILURES_NAMED])
-                text += f"; and {len(told) - FAILURES_NAMED} ranks more" * (len(told) > FAILURES_NAMED)
-            raise CheckpointError(text, Path(previous) if previous else None)
-        return result[0]
+    def prune(self, keep: int | None) -> list[str]:
+        """Rank 0 deletes all but the `keep` newest complete ones; None keeps all. Does not communicate.
 
-    def prune(self, keep: int | None) -> None:
-        """Rank 0 deletes the oldest complete ones until `keep` are left; None keeps all. Does not communicate.
-
-        The newest, the best, those being read and the one that this store saved or loaded last are never deleted;
-        what cannot be deleted waits for the next time.
+        The best, those being read and the one that this store saved or loaded last are never deleted, nor is what no
+        run has made; what cannot be deleted waits for the next time. Returns what a save had to set aside and what
+        had to stay since the last call, a line each.
         """
+        notes, self._notes = self._notes, []
         if keep is not None and self._group.rank == 0:
             with suppress(OSError):
-                prune_folders(self._directory / FOLDER, keep, self._current)
+                notes += prune_folders(self._directory / FOLDER, keep, self._current)
+        return notes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, prod
@@ -22,7 +20,14 @@ from triaxis.engine.checkpoint.assignment import (
     metadata_of,
     write_item,
 )
-from triaxis.engine.checkpoint.folder import FOLDER, begin_folder, checkpoints_at, leftovers_at, place_folder
+from triaxis.engine.checkpoint.folder import (
+    FOLDER,
+    begin_folder,
+    checkpoints_at,
+    discard_folder,
+    leftovers_at,
+    place_folder,
+)
 from triaxis.engine.checkpoint.manifest import check_files
 from triaxis.engine.checkpoint.rectangles import CHUNK_ELEMENTS, cut_rectangles
 from triaxis.engine.checkpoint.states import HeldTensor
@@ -101,7 +106,7 @@ def reshard(path: Path, directory: Path, files: int) -> Path:
     ]
     writer, planner = ShardWriter(), _CopyPlanner(stored)
     plans = writer.prepare_global_plan(_equal_shares(items, files))
-    temporary = begin_folder(directory / FOLDER, manifest.state.step, secrets.token_hex(4))
+    temporary = begin_folder(directory / FOLDER, manifest.state.step)
     writer.reset(temporary)
     try:
         for plan in plans:
@@ -113,9 +118,9 @@ def reshard(path: Path, directory: Path, files: int) -> Path:
         )
         writer.finish(metadata, [results_of(plan) for plan in plans])
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard_folder(temporary)
         raise
-    return place_folder(temporary, manifest.state.step)
+    return place_folder(temporary, manifest.state.step)[0]
 
 
 def _equal_shares(items: list[WriteItem], shares: int) -> list[SavePlan]:

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from triaxis.engine.run.saving import Counters
+from triaxis.engine.run.counters import Counters
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.parallel.worlds.agreement import gather_json
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from triaxis.engine.checkpoint.folder import leftovers_at, set_aside, step_of
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
-from triaxis.engine.config import ResolvedRun, RunConfig
+from triaxis.engine.config import ResolvedRun, RunConfig, run_directory
 from triaxis.engine.faults.replicas import check_replicas
+from triaxis.engine.run.counters import check_run_state
 from triaxis.engine.run.inputs import RunInputs, changed_inputs, check_same_inputs
-from triaxis.engine.run.resume import check_same_run, named_checkpoint, told_changes
+from triaxis.engine.run.resume import check_same_run, named_checkpoint, newer_in, told_changes
 from triaxis.engine.run.stored_row import Row, check_replay, replay, rounding
 from triaxis.engine.step import TrainingStep
 
@@ -37,9 +41,12 @@ def restore(
     if path is None:
         say("no checkpoint yet: starting at step 0")
         return None
+    if config.resume == "auto":
+        _say_what_is_passed_over(path, say)
     while True:
         try:
             state = store.load(path)
+            check_run_state(state, path)
             break
         except CheckpointError as error:
             if config.resume != "auto" or error.previous is None:
@@ -54,13 +61,29 @@ def restore(
     check_same_run(state, config, resolved)
     check_same_inputs(state, inputs, resolved.data)
     here = rounding(config, resolved, training.mesh.world)
-    check_replay(state, replay(training, stored_row(state)), here, config.dtype)
+    check_replay(state, replay(training, stored_row(state)), here, config.dtype, path)
     loaded = (
         f"resumed at step {state.step} from {path}: all {store.tensors} tensors, and the stored row's loss"
     )
-    for line in (loaded, *told_changes(state, config), *changed_inputs(state, inputs)):
+    for line in (loaded, *told_changes(state, config, resolved), *changed_inputs(state, inputs)):
         say(line)
+    if training.mesh.world.rank == 0:
+        _set_newer_aside(run_directory(config), path, config, say)
     return state
+
+
+def _say_what_is_passed_over(path: Path, say: Callable[[str], None]) -> None:
+    """What would be a newer checkpoint, if it were complete."""
+    for other, why in leftovers_at(path.parent):
+        step = re.search(r"\d+", other.name)
+        if step and int(step[0]) > (step_of(path) or 0):
+            say(f"{other} is passed over: {why}")
+
+
+def _set_newer_aside(directory: Path, path: Path, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Where a run goes back to an older checkpoint, those after it are no longer its past: auto must not find them."""
+    for newer in newer_in(directory, path) if config.resume != "auto" else ():
+        say(f"{newer} is newer than what the run goes on from: it is now {set_aside(newer).name}")
 
 
 def stored_row(state: RunState) -> Row:

@@ -13,6 +13,7 @@ from pathlib import Path
 from triaxis.engine.checkpoint.folder import FOLDER, complete_checkpoints
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_manifest
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
+from triaxis.engine.run.counters import check_run_state
 from triaxis.models.fields import config_from_fields, model_facts
 from triaxis.parallel.places.legal_values import divisors, listed, nearest
 
@@ -53,17 +54,21 @@ def find_start(config: RunConfig, *, restarted: bool) -> Start:
             )
         return Start(config=dataclasses.replace(config, resume=None))
     path = named_checkpoint(asked)
-    newest = own[-1] if own else path
-    if not newest.samefile(path):
+    if own and not any(path.samefile(other) for other in own):
         raise ConfigError(
             (
-                f"`resume` {path} is not the newest checkpoint of `output_dir`, which is {newest}; use --resume auto, "
-                "or another --output-dir to branch off",
+                f"`resume` {path} is not of this `output_dir`, which has checkpoints of its own up to {own[-1].name}; "
+                "use --resume auto, or one of its own, or another --output-dir to branch off",
             )
         )
-    return Start(
-        config=dataclasses.replace(config, resume=str(path)), path=path, state=read_manifest(path).state
-    )
+    return Start(config=dataclasses.replace(config, resume=str(path)), path=path, state=_state_at(path))
+
+
+def newer_in(directory: Path, path: Path) -> list[Path]:
+    """The complete checkpoints of a run's folder that are newer than one of them; none where it is not of them."""
+    own = complete_checkpoints(directory)
+    places = [place for place, other in enumerate(own) if other.samefile(path)]
+    return own[places[0] + 1 :] if places else []
 
 
 def named_checkpoint(name: str) -> Path:
@@ -84,11 +89,18 @@ def _newest_readable(own: list[Path]) -> tuple[RunState | None, Path | None]:
     """The trainer reads files through, and says what it passes over; here only a manifest must be whole."""
     for path in reversed(own):
         try:
-            return read_manifest(path).state, path
+            return _state_at(path), path
         except CheckpointError:
             if path == own[0]:
                 raise
     return None, None
+
+
+def _state_at(path: Path) -> RunState:
+    """The state of a checkpoint that a run can go on from. Raises CheckpointError."""
+    state = read_manifest(path).state
+    check_run_state(state, path)
+    return state
 
 
 def facts_of(config: RunConfig, resolved: ResolvedRun) -> dict[str, object]:
@@ -151,11 +163,21 @@ def _changed(name: str, saved: object, value: object) -> str:
     )
 
 
-def told_changes(state: RunState, config: RunConfig) -> list[str]:
-    """What may change, and does: a line for each."""
+def told_changes(state: RunState, config: RunConfig, resolved: ResolvedRun) -> list[str]:
+    """What may change, and does: a line for each, and what follows from it."""
     saved = state.config
     changes = [(name, saved.get(name), getattr(config, name)) for name in TOLD_FLAGS]
-    return [f"changed since it was saved: {name} {old} → {new}" for name, old, new in changes if old != new]
+    told = [f"changed since it was saved: {name} {old} → {new}" for name, old, new in changes if old != new]
+    facts = state.extra["facts"]
+    assert isinstance(facts, dict)
+    batch, samples = facts.get("global_batch"), state.sampler.get("samples")
+    if batch != resolved.global_batch:
+        told.append(
+            f"changed since it was saved: global_batch {batch} → {resolved.global_batch}: the data goes on at sample "
+            f"{samples}, each step takes {resolved.global_batch} from here on, and the learning rate stays as the "
+            "flags say, by steps"
+        )
+    return told
 
 
 def adapt(config: RunConfig, state: RunState, world_size: int) -> RunConfig:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from triaxis.engine.checkpoint.folder import FOLDER
 from triaxis.engine.checkpoint.manifest import RunState, SaveError
 from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Watch
+from triaxis.engine.plain_files import open_plain
+from triaxis.engine.run.counters import Counters
 from triaxis.engine.run.inputs import RunInputs
 from triaxis.engine.run.resume import facts_of
 from triaxis.engine.run.stored_row import Row, choose_row, replay, rounding
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.worlds.agreement import gather_json
+from triaxis.parallel.worlds.mesh import Mesh
 
 if TYPE_CHECKING:
     from triaxis.engine.checkpoint.store import CheckpointStore
@@ -31,31 +39,25 @@ AFTER_STEP = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    """Where a run is, the same on every rank. loss: the latest; skipped_*: updates.
-
-    samples, tokens: consumed, tokens without padding; trained_tokens: those with a loss
-
-    norm_average: of the gradient norms of updates, the later the heavier; norms: how many there were
-    """
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    loss: float = float("nan")
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    norm_average: float = 0.0
-    norms: int = 0
-    best_eval_loss: float | None = None
-
-    @classmethod
-    def restored(cls, state: RunState) -> Counters:
-        counts = state.extra["counters"]
-        assert isinstance(counts, dict)
-        return cls(**counts)
+def check_writable(mesh: Mesh, folder: Path) -> None:
+    """Every rank makes a file in the folder of checkpoints, and takes it away: no surprise hours later. Collective."""
+    for makes in (mesh.world.rank == 0, True):  # rank 0 makes the folder that the others then find
+        failure: str | None = None
+        probe = folder / f".probe-{mesh.world.rank}-{secrets.token_hex(4)}"
+        try:
+            if makes:
+                folder.mkdir(parents=True, exist_ok=True)
+                os.close(open_plain(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                probe.unlink()
+        except OSError as error:
+            failure = f"rank {mesh.world.rank} on {socket.gethostname()}: {error.strerror}"
+        told = [answer for answer in gather_json(mesh.everyone, failure, mesh.world.device) if answer]
+        if told:
+            more = f", and {len(told) - 1} ranks more" * (len(told) > 1)
+            raise ValueError(
+                f"checkpoints must be written to {folder}, but that cannot be, by {told[0]}{more}; see to its "
+                "permissions, or name another folder with --output-dir"
+            )
 
 
 class Saver:
@@ -85,10 +87,17 @@ class Saver:
         self._rounding = rounding(config, resolved, training.mesh.world)
         self._facts = facts_of(config, resolved)
         self._saved_seconds = time.monotonic()
+        self._said: set[str] = set()
 
     def start(self, directory: Path) -> None:
-        """Warns where the disk has no room for two checkpoints: one is written beside the other."""
-        if self._resolved.save_strategy in (SaveStrategy.NO, SaveStrategy.SIGNAL):
+        """Warns where the disk has no room for two checkpoints: one is written beside the other. Collective.
+
+        Raises ValueError on all ranks where one of them cannot write there.
+        """
+        if self._resolved.save_strategy == SaveStrategy.NO:
+            return
+        check_writable(self._training.mesh, directory / FOLDER)
+        if self._resolved.save_strategy == SaveStrategy.SIGNAL:
             return
         store, self._opened = self._open_store(), True
         if self._training.mesh.world.rank == 0:
@@ -130,12 +139,17 @@ class Saver:
             asynchronous = self._config.async_save and not must
             store, self._opened = self._open_store(), True
             store.save(state, asynchronous=asynchronous, best=best)
-            store.prune(self._config.save_total_limit)
+            self._prune(store)
         except SaveError as error:
             self._bear(error, must=must)
         else:
             self._saved_seconds = time.monotonic()
         return True
+
+    def keep_finished(self, counters: Counters) -> None:
+        """A run with no step left that goes on in a new folder leaves its checkpoint there too."""
+        if self._resolved.save_strategy != SaveStrategy.NO and self._open_store().latest() is None:
+            self.after_step(counters, None, time_due=False, asked=True, last=True)
 
     def finish(self) -> None:
         """Waits for the save under way."""
@@ -149,11 +163,18 @@ class Saver:
         try:
             committed = store.commit_if_ready()
             if committed:
-                store.prune(self._config.save_total_limit)
+                self._prune(store)
         except SaveError as error:
             self._bear(error, must=False)
             return True
         return committed
+
+    def _prune(self, store: CheckpointStore) -> None:
+        """Says each thing that had to be set aside or left once."""
+        for note in store.prune(self._config.save_total_limit):
+            if note not in self._said:
+                self._said.add(note)
+                self._say(note)
 
     def _bear(self, error: SaveError, *, must: bool) -> None:
         if must or self._config.on_save_error == "stop":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from triaxis.engine.checkpoint.folder import previous_checkpoint
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
 from triaxis.engine.config import ResolvedRun, RunConfig
 from triaxis.engine.data.loader import Loader, make_batch
@@ -78,7 +80,7 @@ def rounding(config: RunConfig, resolved: ResolvedRun, world: World) -> dict[str
     }
 
 
-def check_replay(state: RunState, found: float, here: dict[str, object], dtype: str) -> None:
+def check_replay(state: RunState, found: float, here: dict[str, object], dtype: str, path: Path) -> None:
     """Raises CheckpointError unless the replayed loss is the saved one, to the bit where sums are rounded alike."""
     saved = state.eval_loss
     if saved is None:
@@ -87,8 +89,16 @@ def check_replay(state: RunState, found: float, here: dict[str, object], dtype: 
     bound = 0.0 if exact else TOLERANCE[dtype] * abs(saved)
     if found == saved or abs(found - saved) <= bound or (found != found and saved != saved):
         return
+    previous = previous_checkpoint(path)
+    way_out = (
+        f"--resume {previous} goes on from the checkpoint before it, also in the same --output-dir"
+        if previous
+        else "there is no checkpoint before it; start anew in another --output-dir"
+    )
     raise CheckpointError(
-        f"the loss of the batch stored with step {state.step} must be {saved!r}"
-        f"{'' if exact else f' within {TOLERANCE[dtype]:g}'}, as when it was saved, but is {found!r} after the load: "
-        "the model is not the one that was saved; resume from another checkpoint"
+        f"the loss of the row stored with step {state.step} must be {saved!r}"
+        f"{'' if exact else f' within {TOLERANCE[dtype]:g}'}, as when it was saved, but is {found!r} after the load of "
+        f"{path}, whose files are as they were written: the ranks held other weights when it was saved, or the "
+        f"program is another one. {way_out}",
+        previous,
     )

@@ -25,6 +25,7 @@ from triaxis.engine.faults.numbers import judge, most_norm
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Supervision, Watch
 from triaxis.engine.plan import step_plan
+from triaxis.engine.run.counters import Counters
 from triaxis.engine.run.inputs import RunInputs, open_inputs, tell_faults, told_inputs
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.run.peak import peak_memory_bytes
@@ -32,7 +33,7 @@ from triaxis.engine.run.plot import plot_run
 from triaxis.engine.run.progress import Progress
 from triaxis.engine.run.rates import Rates
 from triaxis.engine.run.restore import restore, stored_row
-from triaxis.engine.run.saving import Counters, Saver
+from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.weights import first_values
 from triaxis.engine.step import TrainingStep, stage_layers
 from triaxis.parallel.worlds.agreement import agree
@@ -132,6 +133,8 @@ class _Run:
                 say=progress.announce,
             )
             saver.start(self._directory)
+            if counters.step >= total_steps:
+                saver.keep_finished(counters)
             summary = self._train(counters, total_steps, saver, metrics, progress)
         if self._speaks:
             progress.announce(_closing(summary, total_steps))

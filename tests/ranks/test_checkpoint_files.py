@@ -225,7 +225,7 @@ def test_one_giant_tensor_among_many_small_ones(resumed: Layout, tmp_path: Path)
 
 def test_leftovers_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:  # B60
     save_steps(tmp_path, 1)
-    leftover = tmp_path / FOLDER / ".tmp-step-00000009-dead"
+    leftover = tmp_path / FOLDER / ".tmp-step-00000009-dead0123"
     leftover.mkdir()
     (leftover / "shard-00000.safetensors").write_bytes(b"half")
     headless = tmp_path / FOLDER / "step-00000008"

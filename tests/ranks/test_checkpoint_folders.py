@@ -95,7 +95,7 @@ def test_killed_between_any_two_operations_a_whole_checkpoint_is_left(
 
 def made_checkpoints(folder: Path, *steps: int, best: tuple[int, ...] = ()) -> None:
     for step in steps:
-        temporary = begin_folder(folder, step, "x")
+        temporary = begin_folder(folder, step)
         (temporary / MANIFEST).write_text("{}")
         if step in best:
             (temporary / BEST).touch()
@@ -110,6 +110,8 @@ def made_checkpoints(folder: Path, *steps: int, best: tuple[int, ...] = ()) -> N
         (0, (), [40]),
         (1, (20,), [20, 40]),
         (3, (10, 20), [20, 30, 40]),
+        (2, (10,), [10, 30, 40]),
+        (3, (10,), [10, 20, 30, 40]),
         (9, (), [10, 20, 30, 40]),
     ],
 )

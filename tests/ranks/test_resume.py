@@ -160,7 +160,7 @@ def test_a_model_that_is_not_the_saved_one_is_noticed(flags: dict[str, Any], tmp
         if fits:
             run(asked)
         else:
-            with pytest.raises(CheckpointError, match="the loss of the batch stored with step 10 must be"):
+            with pytest.raises(CheckpointError, match="the loss of the row stored with step 10 must be"):
                 run(asked)
 
 
@@ -183,8 +183,10 @@ def test_what_resume_means(flags: dict[str, Any], tmp_path: Path) -> None:
     assert start_of(other, resume=str(output)).path == newest
     assert start_of(other, resume=str(output / "checkpoints")).path == newest
     assert start_of(other, resume=str(old)).state.step == 5
-    with pytest.raises(ConfigError, match="is not the newest checkpoint of `output_dir`"):
-        start_of(output, resume=str(old))
+    assert start_of(output, resume=str(old)).path == old
+    run({**flags, "output_dir": str(other), "save_steps": 5, "steps": 5})
+    with pytest.raises(ConfigError, match="is not of this `output_dir`, which has checkpoints of its own"):
+        start_of(other, resume=str(old))
     assert start_of(output, resume=str(old), restarted=True).config.resume == "auto"
     with pytest.raises(ConfigError, match=r"a folder that holds a checkpoint, but .* has none"):
         start_of(other, resume=str(tmp_path))

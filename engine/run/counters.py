@@ -1,0 +1,85 @@
+"""Where a run is, and what a checkpoint must hold of that for a run to go on from it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaxis.engine.checkpoint.folder import MANIFEST
+from triaxis.engine.checkpoint.manifest import RunState, damaged
+
+NUMBERS = (int, float)
+FIRST_COUNTERS = ("step", "samples", "tokens", "loss")
+WHOLE = ("step", "samples", "tokens", "trained_tokens", "skipped_steps", "skipped_in_a_row", "norms")
+ROW_KEYS = ("tokens", "labels", "positions", "documents")
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Where a run is, the same on every rank. loss: the latest; skipped_*: updates.
+
+    samples, tokens: consumed, tokens without padding; trained_tokens: those with a loss
+    norm_average: of the gradient norms of updates, the later the heavier; norms: how many there were
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    loss: float = float("nan")
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    norm_average: float = 0.0
+    norms: int = 0
+    best_eval_loss: float | None = None
+
+    @classmethod
+    def restored(cls, state: RunState) -> Counters:
+        counts = state.extra["counters"]
+        assert isinstance(counts, dict)
+        return cls(**counts)
+
+
+def check_run_state(state: RunState, path: Path) -> None:
+    """Raises CheckpointError unless the state of the checkpoint at `path` has all that a run goes on from."""
+    extra = state.extra
+    if not _is_whole(state.sampler.get("rows")):
+        raise _lacks(path, "state.sampler.rows", "a whole number")
+    facts = extra.get("facts")
+    if not isinstance(facts, dict) or not _is_whole(facts.get("global_batch")):
+        raise _lacks(path, "state.extra.facts", "what decided the run's numbers, with its global_batch")
+    counts = extra.get("counters")
+    if not isinstance(counts, dict) or not _counts(counts):
+        raise _lacks(path, "state.extra.counters", f"numbers of {', '.join(Counters.__slots__)}")
+    row = extra.get("replayed_row")
+    if not isinstance(row, dict) or row.keys() != set(ROW_KEYS) or not all(map(_is_row, row.items())):
+        raise _lacks(path, "state.extra.replayed_row", f"lists of whole numbers {', '.join(ROW_KEYS)}")
+
+
+def _lacks(path: Path, key: str, what: str) -> Exception:
+    return damaged(path, MANIFEST, f"is no run's to go on from: `{key}` must be {what}")
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _counts(counts: Mapping[str, object]) -> bool:
+    """Whether they are counters' numbers. One that came later than the checkpoint may be missing."""
+    known = all(name in Counters.__slots__ for name in counts)
+    return known and all(name in counts for name in FIRST_COUNTERS) and all(map(_is_count, counts.items()))
+
+
+def _is_count(item: tuple[str, object]) -> bool:
+    name, value = item
+    if name in WHOLE:
+        return _is_whole(value)
+    return isinstance(value, NUMBERS) or (value is None and name == "best_eval_loss")
+
+
+def _is_row(item: tuple[str, object]) -> bool:
+    name, values = item
+    if values is None:
+        return name == "documents"
+    return isinstance(values, list) and all(type(value) is int for value in values)

@@ -1,0 +1,368 @@
+"""A folder of checkpoints with other things in it: nothing is deleted that no run has made, and all is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpointing import flip_a_byte, forge
+from tests.ranks.test_checkpoint_folders import made_checkpoints
+from tests.runs import prepare, rows, run
+from triaxis.engine.checkpoint.failures import save_failure, told_cause
+from triaxis.engine.checkpoint.folder import (
+    BEST,
+    FOLDER,
+    MANIFEST,
+    begin_folder,
+    complete_checkpoints,
+    prune_folders,
+)
+from triaxis.engine.checkpoint.manifest import CheckpointError, SaveError
+from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.run import saving
+from triaxis.engine.run.resume import find_start
+from triaxis.launch.checkpoint import main
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triaxis.engine.run.trainer.plot_run", lambda directory: directory)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Ten steps, saved after every second."""
+    changes = {"steps": 10, "eval_batches": 0, "save_steps": 2, "warmup_steps": 1}
+    return prepare(tmp_path_factory.mktemp("run")) | changes
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / FOLDER).iterdir())
+
+
+def step(number: int) -> str:
+    return f"step-{number:08d}"
+
+
+def a_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+
+
+def a_link(path: Path) -> None:
+    target = path.parents[1] / "elsewhere"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    path.symlink_to(target)
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("stranger", [a_file, a_folder, a_link, a_dangling_link])
+def test_what_is_at_a_steps_name_makes_room_and_is_kept(
+    stranger: Callable[[Path], None],
+    flags: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir(parents=True)
+    stranger(folder / step(4))
+    run({**flags, "output_dir": str(tmp_path), "steps": 6})
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [step(2), step(4), step(6)]
+    assert names(tmp_path) == sorted([f"aside-1-{step(4)}", step(2), step(4), step(6)])
+    aside = folder / f"aside-1-{step(4)}"
+    assert aside.is_symlink() or (aside if aside.is_file() else aside / "notes.txt").read_text() == "mine"
+    told = capsys.readouterr().err
+    assert f"{step(4)} was there, and no run has made it as it is: it is now aside-1-{step(4)}" in told
+    assert "was not saved" not in told
+
+
+STRANGERS = (
+    ".tmp-x",
+    ".tmp-step-notes",
+    f"{step(2)}.old",
+    f"{step(2)}.bak",
+    "step-7",
+    "step-0000002",
+    "notes",
+)
+
+
+def test_folders_of_people_stay(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Also a copy of a checkpoint, which is one by all but its name."""
+    common = {**flags, "output_dir": str(tmp_path)}
+    run({**common, "steps": 4})
+    for name in STRANGERS:
+        if name.startswith(step(2)):
+            shutil.copytree(tmp_path / FOLDER / step(2), tmp_path / FOLDER / name)
+        else:
+            a_folder(tmp_path / FOLDER / name)
+    run({**common, "resume": "auto", "save_total_limit": 1})
+    assert names(tmp_path) == sorted([*STRANGERS, step(10)])
+    assert all(len(list((tmp_path / FOLDER / name).iterdir())) for name in STRANGERS)
+
+
+def test_a_dead_saves_folder_with_something_else_in_it_stays(tmp_path: Path) -> None:
+    """What died goes; a file that somebody put there keeps it."""
+    folder = tmp_path / FOLDER
+    for mark in ("00000001", "00000002"):
+        (folder / f".tmp-{step(9)}-{mark}").mkdir(parents=True)
+        (folder / f".tmp-{step(9)}-{mark}" / "shard-00000.safetensors").write_bytes(b"half")
+    (folder / f".tmp-{step(9)}-00000002" / "analysis.ipynb").write_text("mine")
+    fresh = begin_folder(folder, 10)
+    assert names(tmp_path) == sorted([f".tmp-{step(9)}-00000002", fresh.name])
+    assert len(list((folder / f".tmp-{step(9)}-00000002").iterdir())) == 2
+
+
+def test_a_checkpoint_with_something_else_in_it_is_not_pruned(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {**flags, "output_dir": str(tmp_path)}
+    run({**common, "steps": 4})
+    a_folder(tmp_path / FOLDER / step(2) / "exported")
+    run({**common, "resume": "auto", "save_total_limit": 2})
+    assert names(tmp_path) == [step(2), step(8), step(10)]
+    told = capsys.readouterr().err
+    words = f"{step(2)} is beyond --save_total_limit, but stays: exported is in it, which no run has made"
+    assert told.count(words) == 1
+
+
+def test_a_linked_checkpoint_is_read_but_never_deleted(tmp_path: Path) -> None:
+    made_checkpoints(tmp_path / "other" / FOLDER, 10)
+    made_checkpoints(tmp_path / FOLDER, 20, 30)
+    (tmp_path / FOLDER / step(10)).symlink_to(tmp_path / "other" / FOLDER / step(10))
+    notes = prune_folders(tmp_path / FOLDER, 1)
+    assert names(tmp_path) == [step(10), step(30)]
+    assert (tmp_path / "other" / FOLDER / step(10) / MANIFEST).exists()
+    assert len(notes) == 1 and "is a link" in notes[0]
+
+
+def test_the_limit_is_what_the_help_says(tmp_path: Path) -> None:
+    """Three, and the best one elsewhere."""
+    made_checkpoints(tmp_path / FOLDER, 10, 20, 30, 40, 50, best=(10,))
+    prune_folders(tmp_path / FOLDER, 3)
+    assert names(tmp_path) == [step(number) for number in (10, 30, 40, 50)]
+
+
+def test_what_is_not_complete_is_said_by_ls_and_at_a_resume(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {**flags, "output_dir": str(tmp_path)}
+    run({**common, "steps": 8})
+    (tmp_path / FOLDER / step(8) / MANIFEST).unlink()
+    (tmp_path / FOLDER / f".tmp-{step(10)}-00000001").mkdir()
+    a_file(tmp_path / FOLDER / step(12))
+    (tmp_path / FOLDER / step(3)).mkdir()  # older than what is resumed: of no matter
+    assert main(["ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{step(8)}: it has no manifest.json" in shown
+    assert f".tmp-{step(10)}-00000001: a save that did not end" in shown
+    assert f"{step(12)}: a file, not a folder" in shown
+    assert run({**common, "resume": "auto"}).steps == 10
+    told = capsys.readouterr().err
+    assert f"{step(8)} is passed over: it has no manifest.json" in told
+    assert f"{step(10)}-00000001 is passed over: a save that did not end" in told
+    assert f"{step(12)} is passed over: a file, not a folder" in told
+    assert f"{step(3)} is passed over" not in told
+
+
+CAUSES = {
+    errno.ENOSPC: "Free space there",
+    errno.EDQUOT: "a quota is used up",
+    errno.EACCES: "Let this account write there",
+    errno.EROFS: "Mount it so that it can be written",
+    errno.ENOENT: "that all nodes share",
+    errno.EIO: "See to it",
+}
+
+
+@pytest.mark.parametrize("number", CAUSES)
+def test_the_advice_fits_the_cause(number: int) -> None:
+    error = save_failure(4, *told_cause("rank 1 on node7", OSError(number, os.strerror(number), "there")))
+    assert isinstance(error, SaveError)
+    assert CAUSES[number] in str(error)
+
+
+def test_a_failure_after_the_rename_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same step again: the older one cannot be taken away, but the new one has its name."""
+    made_checkpoints(tmp_path / FOLDER, 2)
+    rename = Path.rename
+
+    def refuses(self: Path, target: Path) -> Path:
+        if ".tmp-removed" in str(target):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuses)
+        made_checkpoints(tmp_path / FOLDER, 2, best=(2,))
+    assert (tmp_path / FOLDER / step(2) / BEST).exists()
+    assert len(names(tmp_path)) == 2
+    begin_folder(tmp_path / FOLDER, 4).rmdir()
+    assert names(tmp_path) == [step(2)]
+
+
+def test_an_unwritable_folder_is_found_at_the_start(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in its place; and, for one rank alone, no right to write."""
+    a_file(tmp_path / FOLDER)
+    monkeypatch.setattr("triaxis.engine.step.TrainingStep.train", lambda *_: pytest.fail("a step was begun"))
+    with pytest.raises(ValueError, match=r"must be written to .*checkpoints, but that cannot be, by rank 0"):
+        run({**flags, "output_dir": str(tmp_path)})
+    opened = saving.open_plain
+
+    def refuses(path: Path, flags: int) -> int:
+        if path.name.startswith(".probe-1-"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags)
+
+    monkeypatch.setattr(saving, "open_plain", refuses)
+    for strategy in ({}, {"save_steps": None}):  # also where only a signal would save
+        with pytest.raises(ValueError, match=r"cannot be, by rank 1 on .*: Permission denied; see to its"):
+            run({**flags, "dp": 2, "output_dir": str(tmp_path / "other"), **strategy})
+        assert list((tmp_path / "other" / FOLDER).iterdir()) == []
+
+
+def test_a_run_can_go_back_to_an_older_checkpoint_in_its_own_folder(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the error of a model that is not the saved one offers; those after it are set aside, not lost."""
+    common = {**flags, "output_dir": str(tmp_path), "learning_rate": 1e-2}
+    whole = run(common)
+    kept = rows(tmp_path)
+    newest = tmp_path / FOLDER / step(10)
+    forge(newest, lambda body: body["state"].update(eval_loss=body["state"]["eval_loss"] * 1.01))
+    with pytest.raises(CheckpointError) as raised:
+        run({**common, "resume": "auto"})
+    offered = tmp_path / FOLDER / step(8)
+    words = f"--resume {offered} goes on from the checkpoint before it, also in the same --output-dir"
+    assert words in str(raised.value)
+    capsys.readouterr()
+    again = run({**common, "resume": str(offered)})
+    assert (again.steps, again.loss) == (10, whole.loss)
+    told = capsys.readouterr().err
+    assert f"{step(10)} is newer than what the run goes on from: it is now aside-1-{step(10)}" in told
+    assert names(tmp_path) == sorted([f"aside-1-{step(10)}", *(step(number) for number in (2, 4, 6, 8, 10))])
+    assert rows(tmp_path) == kept
+    assert run({**common, "resume": "auto"}).steps == 10
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {**flags, "output_dir": str(tmp_path)}
+    run({**common, "steps": 6})
+    flip_a_byte(tmp_path / FOLDER / step(6) / "shard-00000.safetensors")
+    run({**common, "resume": "auto"})
+    told = capsys.readouterr().err
+    assert f"{step(6)}/shard-00000.safetensors does not match its checksum; resume from" in told
+    assert "resumed at step 4 from" in told
+
+
+STATES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda state: state["extra"].pop("counters"), "state.extra.counters"),
+    (lambda state: state["extra"]["counters"].pop("samples"), "state.extra.counters"),
+    (lambda state: state["extra"]["counters"].update(step="six"), "state.extra.counters"),
+    (lambda state: state["extra"]["counters"].update(more=1), "state.extra.counters"),
+    (lambda state: state["extra"].pop("facts"), "state.extra.facts"),
+    (lambda state: state["extra"]["facts"].pop("global_batch"), "state.extra.facts"),
+    (lambda state: state["extra"].update(replayed_row=[1, 2]), "state.extra.replayed_row"),
+    (lambda state: state["extra"]["replayed_row"].update(tokens=None), "state.extra.replayed_row"),
+    (lambda state: state["sampler"].pop("rows"), "state.sampler.rows"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(STATES)))
+def test_a_state_that_no_run_can_go_on_from_is_passed_over(
+    number: int, flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, key = STATES[number]
+    common = {**flags, "output_dir": str(tmp_path)}
+    run({**common, "steps": 4})
+    forge(tmp_path / FOLDER / step(4), lambda body: change(body["state"]))
+    asked = RunConfig(output_dir=str(tmp_path), resume="auto")
+    assert find_start(asked, restarted=False).path == tmp_path / FOLDER / step(2)
+    run({**common, "steps": 4, "resume": "auto"})
+    told = capsys.readouterr().err
+    assert f"is no run's to go on from: `{key}` must be" in told
+    assert "resumed at step 2 from" in told
+    with pytest.raises(CheckpointError, match=key):
+        forge(tmp_path / FOLDER / step(4), lambda body: change(body["state"]))
+        find_start(
+            RunConfig(output_dir=str(tmp_path), resume=str(tmp_path / FOLDER / step(4))), restarted=False
+        )
+
+
+def test_a_finished_run_resumed_elsewhere_leaves_a_checkpoint_there(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run({**flags, "output_dir": str(tmp_path / "a"), "steps": 4})
+    capsys.readouterr()
+    there = {**flags, "output_dir": str(tmp_path / "b"), "steps": 4, "resume": str(tmp_path / "a")}
+    assert run(there).steps == 4
+    told = capsys.readouterr().err
+    assert "all 4 steps were done before" in told
+    assert names(tmp_path / "b") == [step(4)]
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+
+
+def test_a_changed_batch_is_told_with_what_follows(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {**flags, "output_dir": str(tmp_path), "microbatches": 4}
+    run({**common, "steps": 2})
+    capsys.readouterr()
+    run({**common, "microbatches": 8, "global_batch": 8, "resume": "auto", "steps": 4})
+    told = capsys.readouterr().err
+    assert (
+        "changed since it was saved: global_batch 4 → 8: the data goes on at sample 8, each step takes 8"
+        in told
+    )
+
+
+def test_one_checkpoint_is_marked_as_the_best(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them was, when it was saved; the replayed row's loss has another name than the held-out one."""
+    run(
+        {
+            **flags,
+            "output_dir": str(tmp_path),
+            "eval_batches": 1,
+            "eval_steps": 2,
+            "save_best": True,
+            "steps": 6,
+        }
+    )
+    for path in complete_checkpoints(tmp_path):
+        (path / BEST).touch()
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[-2:] == ["held-out loss", "stored row's loss"]
+    assert [line.count("best") for line in lines] == [0, 0, 1]
+    losses = [row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row]
+    assert [line.split()[-2] for line in lines] == [f"{loss:.4f}" for loss in losses]
+
+
+def test_a_checkpoint_of_another_folder_is_not_mixed_in(flags: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run({**flags, "output_dir": str(tmp_path / name), "steps": 2})
+    with pytest.raises(ConfigError, match="is not of this `output_dir`"):
+        find_start(RunConfig(output_dir=str(tmp_path / "a"), resume=str(tmp_path / "b")), restarted=False)
