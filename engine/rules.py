@@ -197,20 +197,22 @@ def _topology(config: RunConfig, world_size: int, faults: list[str]) -> Topology
         faults.append(
             f"`cp` must be 1, but is {config.cp}: context parallelism is not available yet; use --cp 1"
         )
-    if config.ep > 1:
-        faults.append(
-            f"`ep` must be 1 for a dense model, but is {config.ep}: there are no experts to spread; use --ep 1"
-        )
     sizes = {"tp": config.tp, "pp": config.pp, "dp": config.dp or 1}
     product = math.prod(sizes.values())
-    if config.cp == config.ep == 1 and product > world_size:
+    if config.cp == 1 and product > world_size:
         named = " × ".join(name for name in sizes if name != "dp" or config.dp is not None)
         started = "process was" if world_size == 1 else "processes were"
         faults.append(f"{named} = {product} but {world_size} {started} started")
         return None
     try:
         return resolve_topology(
-            world_size=world_size, tp=config.tp, pp=config.pp, cp=1, ep=1, dp=config.dp, order=config.order
+            world_size=world_size,
+            tp=config.tp,
+            pp=config.pp,
+            cp=1,
+            ep=config.ep,
+            dp=config.dp,
+            order=config.order,
         )
     except ValueError as error:  # its remedies know ranks only; engine/advice.py knows every rule
         faults.append(str(error).partition("; nearest that work")[0])
@@ -390,7 +392,21 @@ def _missing_data(field: str, data: str) -> list[str]:
 def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, size: int) -> list[str]:
     faults = []
     tp = config.tp
-    for cut in (cut for cut in model.cuts() if not cut.allows(tp)):
+    if config.ep > 1 and not model.experts():
+        faults.append(
+            f"`ep` must be 1 for a dense model, but is {config.ep}: {model.name} has no experts to spread; use --ep 1"
+        )
+    faults += [
+        f"`ep` must divide the {count} experts of a layer of {model.name}, but is {config.ep}"
+        for count in model.experts()
+        if count % config.ep
+    ]
+    if config.ep > 1 and config.data_parallel == DataParallel.FSDP:
+        faults.append(
+            "`ep` must be 1 with data_parallel fsdp, which knows one group of replicas; use --zero 3"
+        )
+    cuts = (*model.cuts(), *(model.expert_cuts() if config.ep == 1 else ()))
+    for cut in (cut for cut in cuts if not cut.allows(tp)):
         faults.append(
             f"`tp` must divide the {cut.blocks} {cut.what} of {model.name}"
             + ("" if cut.serving is None else " or be a multiple of them")

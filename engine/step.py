@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
+from triaxis.engine.balance import Balance, Load
 from triaxis.engine.config import DataParallel as DataParallelKind
 from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import Precision, StepPlan
@@ -21,6 +22,7 @@ from triaxis.models.batch import Batch, Inputs, Output
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.layers.build import Build
+from triaxis.parallel.layers.declare import states_of
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.schedule import lower, make_schedule
@@ -53,6 +55,7 @@ class StepResult:
     trained_tokens: int
     skipped: bool = False
     auxiliary_loss: float = 0.0
+    load: Load | None = None
 
 
 class _Chunk:
@@ -65,7 +68,9 @@ class _Chunk:
         self._step.position = "forward", self._index, microbatch
         step = self._step
         rows = step.plan.microbatch_size * len(step.batches) * step.mesh.dp.size
-        inputs = Inputs(batch=step.batches[microbatch], token_scale=step.scale, row_scale=1 / rows)
+        inputs = Inputs(
+            batch=step.batches[microbatch], token_scale=step.scale, row_scale=1 / rows, microbatch=microbatch
+        )
         output: Output = self._stage(hidden, inputs)
         if output.auxiliary is not None and step.auxiliary is not None:
             step.auxiliary.add_(output.auxiliary)
@@ -158,9 +163,12 @@ class TrainingStep:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
         self.stages = build_stages(plan, mesh)
-        self.data_parallel: DataParallel = MAKERS[plan.data_parallel](
-            self.stages, plan, mesh, fill or _filler(plan)
-        )
+        fill = fill or _filler(plan)
+        self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh, fill)
+        for layout, state in (found for stage in self.stages for found in states_of(stage)):
+            if fill is not None:
+                fill(layout, state)
+        self.balance = Balance(self.stages, mesh, plan.model, plan.microbatches)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage
@@ -199,6 +207,7 @@ class TrainingStep:
         if not skipped:
             self.optimizer.step(learning_rate, coefficient)
             self.data_parallel.publish()
+        load = self.balance.settle(move=not skipped)
         return StepResult(
             loss=float(loss),
             grad_norm=float(norm),
@@ -206,6 +215,7 @@ class TrainingStep:
             trained_tokens=int(tokens),
             skipped=skipped,
             auxiliary_loss=0.0 if auxiliary is None else float(auxiliary),
+            load=load,
         )
 
     def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -78,7 +78,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "pp": "Pipeline parallelism: stages that the layers are cut into.",
         "dp": "Data parallelism: replicas; left out, what the number of processes leaves.",
         "cp": "Context parallelism (not available yet).",
-        "ep": "Expert parallelism (dense models have none).",
+        "ep": "Expert parallelism: ranks of tp × dp over which whole experts are spread; with 1 they are cut over tp.",
         "order": "Which axis is innermost, that is, nearest in rank.",
         "sp": "Split sequences over the tp ranks between layers (less activation memory).",
         "data_parallel": "This engine's ZeRO, or torch's fully_shard.",

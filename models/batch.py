@@ -52,12 +52,14 @@ class Inputs:
 
     batch: on the stage's device
     token_scale: of losses that are sums over trained tokens: one over those of the global batch (a scalar tensor)
+    microbatch: its number in the step
     row_scale: of losses that are sums over rows: one over those of the global batch
     """
 
     batch: Batch
     token_scale: Tensor
     row_scale: float
+    microbatch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,8 @@ class MLP(nn.Module):
             std=model.output_std(),
         )
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
+    def forward(self, hidden_TD: Tensor, context: SequenceContext) -> Tensor:
+        """The same for each token; `context` is for feed-forward layers that look further."""
         output: Tensor = self.down(self.activation(self.up(hidden_TD)))
         return output
 
@@ -58,7 +59,10 @@ class Block(nn.Module):
         self.attention = build_part(kind.attention, model, build, f"{name}.self_attn")
         self.mlp = build_part(kind.feed_forward, model, build, f"{name}.mlp")
 
-    def forward(self, hidden_TD: Tensor, context: SequenceContext) -> Tensor:
+    def forward(self, hidden_TD: Tensor, context: SequenceContext) -> Tensor | tuple[Tensor, Tensor]:
         hidden_TD = hidden_TD + self.attention(self.attention_norm(hidden_TD), context)
-        output: Tensor = hidden_TD + self.mlp(self.mlp_norm(hidden_TD))
+        added = self.mlp(self.mlp_norm(hidden_TD), context)
+        if isinstance(added, tuple):  # a feed-forward layer with a loss of its own
+            return hidden_TD + added[0], added[1]
+        output: Tensor = hidden_TD + added
         return output

@@ -70,6 +70,22 @@ class ModelConfig:
         """What tp must divide in some layer."""
         return tuple(dict.fromkeys(cut for kind in self.kinds() for cut in kind.cuts()))
 
+    def expert_cuts(self) -> tuple[Cut, ...]:
+        """What tp must divide besides where ep is 1."""
+        return tuple(dict.fromkeys(cut for kind in self.kinds() for cut in kind.expert_cuts()))
+
+    def experts(self) -> tuple[int, ...]:
+        """How many experts layers have, each number once; empty for a dense model."""
+        return tuple(sorted({kind.experts for kind in self.kinds() if kind.experts}))
+
+    def active_parameters(self) -> int:
+        """Parameters that a token has to do with, embedding and head among them."""
+        idle = sum(
+            count * (kind.parameters(self) - kind.active_parameters(self))
+            for kind, count in self.kinds().items()
+        )
+        return self.parameters() - idle
+
     def rotary_size(self) -> int:
         """Elements of a head that rotary positions turn, the same in all layers; without such positions 0."""
         if not isinstance(self.positions, Rope):

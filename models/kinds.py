@@ -44,13 +44,23 @@ class Kind(ABC):
 
     module: "package.module:Class" of an nn.Module that is made with (kind, model, build, name); a layer's is called
         with the hidden state and a SequenceContext, and returns the hidden state
-    has_loss: the layer returns a pair, the hidden state and a loss of its own, scaled; the first tensor rank's is
-        reported, or the sum over tensor ranks under sequence parallelism
     """
 
     __slots__ = ()
     module: ClassVar[str]
-    has_loss: ClassVar[bool] = False
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the layer returns a pair, the hidden state and a loss of its own, scaled.
+
+        The first tensor rank's loss is reported, or the sum over tensor ranks under sequence parallelism.
+        """
+        return False
+
+    @property
+    def experts(self) -> int:
+        """Experts of the layer, which ep must divide; 0 for none."""
+        return 0
 
     @abstractmethod
     def parameters(self, model: ModelConfig) -> int:
@@ -67,6 +77,14 @@ class Kind(ABC):
     def cuts(self) -> tuple[Cut, ...]:
         """What tp must divide, and why."""
         return ()
+
+    def expert_cuts(self) -> tuple[Cut, ...]:
+        """What tp must divide besides where ep is 1, since experts are cut over tp then."""
+        return ()
+
+    def active_parameters(self, model: ModelConfig) -> int:
+        """Parameters that a token has to do with; all of them but experts that it does not choose."""
+        return self.parameters(model)
 
     def head_sizes(self) -> tuple[int, ...]:
         """Sizes of the heads that rotary positions turn."""
@@ -174,8 +192,23 @@ class Layer(Kind):
     def attention_products(self, model: ModelConfig, length: int) -> int:
         return self.attention.attention_products(model, length)
 
+    @property
+    def has_loss(self) -> bool:
+        return self.feed_forward.has_loss
+
+    @property
+    def experts(self) -> int:
+        return self.feed_forward.experts
+
     def cuts(self) -> tuple[Cut, ...]:
         return (*self.attention.cuts(), *self.feed_forward.cuts())
+
+    def expert_cuts(self) -> tuple[Cut, ...]:
+        return self.feed_forward.expert_cuts()
+
+    def active_parameters(self, model: ModelConfig) -> int:
+        idle = self.feed_forward.parameters(model) - self.feed_forward.active_parameters(model)
+        return self.parameters(model) - idle
 
     def head_sizes(self) -> tuple[int, ...]:
         return self.attention.head_sizes()

@@ -10,64 +10,13 @@ Shapes: T tokens, E experts of the layer, K experts chosen for a token, G groups
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from triaxis.models.experts_kind import GroupScore, RoutingRule, ScoreKind
+
 SMALLEST_SUM = 1e-20  # added to a sum of sigmoid weights before dividing by it, as DeepSeek-V3 does
-
-
-class ScoreKind(StrEnum):
-    """What a router's logits become before experts are chosen."""
-
-    SOFTMAX = "softmax"  # over all experts (Qwen3-MoE, DeepSeek-V2)
-    SIGMOID = "sigmoid"  # each expert for itself (DeepSeek-V3, GLM-4.5, Kimi-K2)
-    CHOSEN_SOFTMAX = "chosen_softmax"  # over the chosen experts' logits (Mixtral, GPT-OSS)
-
-
-class GroupScore(StrEnum):
-    """What a group of experts is worth where only some groups may be chosen from."""
-
-    BEST = "best"  # its best expert (DeepSeek-V2)
-    TWO_BEST = "two_best"  # the sum of its two best (DeepSeek-V3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRule:
-    """How tokens choose experts.
-
-    experts: of the layer; chosen: for each token
-    renormalised: divide the chosen experts' weights by their sum
-    scale: multiplies the weights, after that
-    groups, chosen_groups: experts fall into `groups` equal runs, and a token chooses from its best `chosen_groups`
-    choosing_bias: a bias that is added to scores for the choice only, and moved by the load (`bias_step`)
-    """
-
-    experts: int
-    chosen: int
-    scores: ScoreKind = ScoreKind.SOFTMAX
-    renormalised: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    chosen_groups: int = 1
-    group_score: GroupScore = GroupScore.BEST
-    choosing_bias: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.chosen <= self.experts:
-            raise ValueError(
-                f"`chosen` experts must be from 1 to the {self.experts} of a layer, but is {self.chosen}"
-            )
-        if self.groups < 1 or self.experts % self.groups:
-            raise ValueError(f"`groups` must divide the {self.experts} experts, but is {self.groups}")
-        if not 1 <= self.chosen_groups <= self.groups:
-            raise ValueError(f"`chosen_groups` must be from 1 to {self.groups}, but is {self.chosen_groups}")
-        if self.chosen > self.chosen_groups * (self.experts // self.groups):
-            raise ValueError(
-                f"`chosen_groups` must hold the {self.chosen} experts that a token chooses, but is "
-                f"{self.chosen_groups} of {self.experts // self.groups} experts each"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

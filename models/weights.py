@@ -10,7 +10,7 @@ from torch import Tensor
 from triaxis.models.builder import build_model
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.layers.declare import named_layouts
+from triaxis.parallel.layers.declare import named_layouts, states_of
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.initialize import Fill
@@ -42,4 +42,5 @@ def whole_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every tensor of the whole model, by name: its shape. Nothing is allocated."""
     world = TraceWorld(0, 1, "meta")
     stage = build_model(model, Build.on(build_mesh(world, Topology())))
-    return {layout.name: layout.shape for _, layout, _ in named_layouts(stage)}
+    shapes = {layout.name: layout.shape for _, layout, _ in named_layouts(stage)}
+    return shapes | {layout.name: layout.shape for layout, _ in states_of(stage)}

@@ -65,6 +65,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
     zero: int = 0
     data_parallel: str = "zero"
     sp: bool = False
@@ -78,11 +79,15 @@ class Layout:
     def size(self) -> int:
         return self.tp * self.pp * self.dp
 
+    def topology(self) -> Topology:
+        return Topology(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, order=self.order)
+
     def global_batch(self) -> int:
         return self.dp * -(-8 // self.dp)
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp} pp{self.pp} dp{self.dp} {self.data_parallel}{self.zero} {self.schedule}"]
+        parts += [f"ep{self.ep}"] * (self.ep > 1)
         parts += ["sp"] * self.sp + [f"v{self.virtual_stages}"] * (self.virtual_stages > 1)
         return " ".join(parts + ["recompute"] * self.recompute + [self.order] * (self.order != "tp-pp-dp"))
 
@@ -216,7 +221,7 @@ def rank_main(
     """`train_rank` in a world of threads or of processes."""
 
     def main(world: World) -> tuple[list[float], list[float], list[Piece], list[list[Piece]]]:
-        mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
+        mesh = build_mesh(world, layout.topology())
         return train_rank(mesh, layout, model=model, rule=rule, dtype=dtype, steps=steps, fault=fault)
 
     return main

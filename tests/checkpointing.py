@@ -19,7 +19,6 @@ from triaxis.engine.optimizer import MOMENTS
 from triaxis.engine.run.counters import Counters
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.models.config import ModelConfig
-from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
@@ -42,7 +41,7 @@ def state_at(step: int, **changes: object) -> RunState:
 
 
 def open_step(world: World, layout: Layout, model: ModelConfig, rule: str, dtype: str) -> TrainingStep:
-    mesh = build_mesh(world, Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, order=layout.order))
+    mesh = build_mesh(world, layout.topology())
     return TrainingStep(plan_of(layout, model, rule, dtype), mesh)
 
 

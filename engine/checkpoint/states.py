@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.optimizer import ShardOptimizer
+from triaxis.parallel.layers.declare import states_of
 from triaxis.parallel.replicas.cut import Segment
 from triaxis.parallel.replicas.data_parallel import Shard
 
@@ -37,6 +38,17 @@ def held_masters(shards: Sequence[Shard]) -> dict[str, HeldTensor]:
         for segment in shard.segments:
             _hold(held, "master", segment, shard.master.detach()[segment.start : segment.stop])
     return held
+
+
+def held_layer_states(modules: Sequence[nn.Module]) -> dict[str, HeldTensor]:
+    """States of layers that no optimizer updates (the choosing bias of experts), which every rank of a stage holds."""
+    return {
+        f"master/{layout.name}": HeldTensor(
+            dtype=tensor.dtype, shape=layout.shape, chunks={layout.offsets: tensor}
+        )
+        for module in modules
+        for layout, tensor in states_of(module)
+    }
 
 
 def held_moments(optimizer: ShardOptimizer) -> dict[str, HeldTensor]:

@@ -43,7 +43,7 @@ from triaxis.engine.checkpoint.manifest import (
     SaveError,
     check_files,
 )
-from triaxis.engine.checkpoint.states import held_states
+from triaxis.engine.checkpoint.states import held_layer_states, held_states
 from triaxis.engine.checkpoint.storage import ShardReader, ShardWriter, results_of
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.worlds.agreement import gather_json, send_json
@@ -91,7 +91,7 @@ class CheckpointStore:
         self._directory, self._step = directory, step
         self._group, self._device = step.mesh.everyone, step.mesh.world.device
         self._own_name = f"rank {self._group.rank} on {socket.gethostname()}"
-        self._held = held_states(step.data_parallel.buckets, step.optimizer)
+        self._held = held_states(step.data_parallel.buckets, step.optimizer) | held_layer_states(step.stages)
         self._planner, self._writer = StatePlanner(), ShardWriter()
         self._planner.set_up_planner(self._held)
         own = plan_to_json(self._planner.create_local_plan())

@@ -35,6 +35,8 @@ class StepRow:
     sent_bytes: by axis, sent by this rank in this step
     eval_loss: of the model after this step; None where it was not evaluated
     skipped_steps: updates left out so far because of numbers that were not finite; None where none may be
+    auxiliary_loss: of layers with a loss of their own, scaled as it is trained; None without such layers
+    busiest_expert: tokens of a layer's busiest expert over the mean, in the worst layer; None without experts
     """
 
     step: int
@@ -50,6 +52,8 @@ class StepRow:
     clip_coefficient: float = 1.0
     eval_loss: float | None = None
     skipped_steps: int | None = None
+    auxiliary_loss: float | None = None
+    busiest_expert: float | None = None
 
 
 class MetricsWriter:
@@ -130,7 +134,7 @@ class MetricsWriter:
 
 
 def values_of(row: StepRow) -> dict[str, object]:
-    """The keys and values of a row; `eval_loss` and `skipped_steps` are keys only where they have a value."""
+    """The keys and values of a row; what not every run has is a key only where it has a value."""
     values: dict[str, object] = {
         "step": row.step,
         "loss": _finite(row.loss),
@@ -144,10 +148,10 @@ def values_of(row: StepRow) -> dict[str, object]:
         "sent_bytes": dict(row.sent_bytes),
         "clip_coefficient": _finite(row.clip_coefficient),
     }
-    if row.eval_loss is not None:
-        values["eval_loss"] = _finite(row.eval_loss)
-    if row.skipped_steps is not None:
-        values["skipped_steps"] = row.skipped_steps
+    for name in ("eval_loss", "skipped_steps", "auxiliary_loss", "busiest_expert"):
+        value = getattr(row, name)
+        if value is not None:
+            values[name] = _finite(value) if isinstance(value, float) else value
     return values
 
 

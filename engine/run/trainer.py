@@ -248,6 +248,8 @@ class _Run:
             peak_mem_bytes=peak_memory_bytes(mesh.world.device),
             sent_bytes=sent_bytes,
             skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
+            auxiliary_loss=result.auxiliary_loss if self._resolved.model.has_losses() else None,
+            busiest_expert=None if result.load is None else float(result.load.busiest),
         )
 
     def _evaluate(self, done: int, total_steps: int, rates: Rates) -> tuple[float | None, str | None]:
@@ -279,11 +281,12 @@ def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources
     topology = resolved.topology
     stages = topology.pp * resolved.virtual_stages
     cuts = "/".join(str(len(layers)) for layers in stage_layers(resolved.model, stages))
+    experts = f", experts over {topology.ep}" if topology.ep > 1 else ""
     sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
     return "\n".join(
         [
             f"{resolved.model.name}: {resolved.model.parameters():,} parameters on {topology.world_size} ranks "
-            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}), {sharding}, {config.dtype}, "
+            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}{experts}), {sharding}, {config.dtype}, "
             f"seed {config.seed}",
             f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
             f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}"

@@ -24,6 +24,19 @@ def declare(parameter: nn.Parameter, *layouts: ParameterLayout) -> nn.Parameter:
     return parameter
 
 
+def declare_state(tensor: Tensor, layout: ParameterLayout) -> Tensor:
+    """Attaches the layout of a state without a gradient, which is saved and exported, and alike on all ranks."""
+    cast(_Declared, tensor).layouts = (layout,)
+    return tensor
+
+
+def states_of(module: nn.Module) -> Iterator[tuple[ParameterLayout, Tensor]]:
+    """The declared states of a module (buffers), each with its layout."""
+    for tensor in module.buffers():
+        for layout in getattr(tensor, "layouts", ()):
+            yield layout, tensor
+
+
 def layouts_of(parameter: nn.Parameter) -> Layouts:
     """The layouts of a parameter's pieces; empty if none were declared."""
     layouts: Layouts = getattr(parameter, "layouts", ())

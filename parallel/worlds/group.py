@@ -302,6 +302,14 @@ class World(ABC):
     @abstractmethod
     def _new_group(self, name: str, partition: Partition) -> Group: ...
 
+    def host_counts(self, counts: Tensor, total: int) -> list[int]:
+        """A tensor of whole numbers on the host, which decides by them how much is sent. Waits for the device.
+
+        total: what they add up to; a world without numbers imagines even shares of it
+        """
+        found: list[int] = counts.tolist()
+        return found
+
     @abstractmethod
     def close(self) -> None:
         """Releases what the world holds."""

@@ -176,5 +176,8 @@ class RecordingWorld(World):
         self.recorder.wait("world", Operation.NEW_GROUP, number)
         return RecordingGroup(inner, self.recorder)
 
+    def host_counts(self, counts: Tensor, total: int) -> list[int]:
+        return self.inner.host_counts(counts, total)
+
     def close(self) -> None:
         self.inner.close()

@@ -58,5 +58,10 @@ class TraceWorld(World):
         self.partitions[name] = partition
         return TraceGroup(name, members_with(self.rank, partition), self.rank)
 
+    def host_counts(self, counts: Tensor, total: int) -> list[int]:
+        """Even shares of `total`; what is over goes to the first ones."""
+        each, over = divmod(total, counts.numel())
+        return [each + (place < over) for place in range(counts.numel())]
+
     def close(self) -> None:
         """Nothing to release."""

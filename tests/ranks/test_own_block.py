@@ -63,7 +63,7 @@ class SideBySideBlock(nn.Module):
 
     def added(self, hidden_TD: Tensor, context: SequenceContext) -> Tensor:
         normed_TD = self.norm(hidden_TD)
-        added_TD: Tensor = self.attention(normed_TD, context) + self.mlp(normed_TD)
+        added_TD: Tensor = self.attention(normed_TD, context) + self.mlp(normed_TD, context)
         return added_TD
 
     def forward(self, hidden_TD: Tensor, context: SequenceContext) -> Tensor:

@@ -14,10 +14,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from triaxis.models.experts_kind import GroupScore, RoutingRule, ScoreKind
 from triaxis.models.routing import (
-    GroupScore,
-    RoutingRule,
-    ScoreKind,
     bias_step,
     choose,
     expert_counts,
