@@ -14,6 +14,7 @@ from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.fields import PositionKind, config_from_fields, dense_model
 from triaxis.models.huggingface.families import CONFIG, attention_window, model_of, read_config
 from triaxis.models.kinds import ActivationKind
+from triaxis.models.mixtures import MIXTURES
 
 _SUFFIXES = (".toml", ".json")
 
@@ -161,7 +162,7 @@ _MODELS = (
     ),
 )
 
-PRESETS: dict[str, ModelConfig] = {config.name: config for config in _MODELS}
+PRESETS: dict[str, ModelConfig] = {config.name: config for config in (*_MODELS, *MIXTURES)}
 
 
 def preset(name: str) -> ModelConfig:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from triaxis.engine.checkpoint.manifest import CheckpointError, read_manifest
+from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_manifest
 from triaxis.engine.run.weights import StoredWeights
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import config_from_fields
@@ -31,22 +30,28 @@ def export_checkpoint(
     if source is None:
         named = state.config.get("model_name_or_path")
         source = Path(str(named)) if named and Path(str(named)).is_dir() else None
-    model = _model(path, state.extra.get("facts"), source)
+    model = _model(path, state, source)
     run_dtype = str(state.config.get("dtype"))
     chosen = DTYPES[dtype or (run_dtype if run_dtype in DTYPES else "fp32")]
     weights = StoredWeights(path, whole_shapes(model))
     return export(folder, model, weights.read, dtype=chosen, source=source)
 
 
-def _model(path: Path, facts: Any, source: Path | None) -> ModelConfig:  # noqa: ANN401 (JSON)
+def _model(path: Path, state: RunState, source: Path | None) -> ModelConfig:
+    """The model of a checkpoint: of its Hugging Face folder, by its flat fields, or by the name that the run gave."""
     if source is not None:
         return load_config(str(source))
+    facts = state.extra.get("facts")
     fields = facts.get("model") if isinstance(facts, dict) else None
-    if not isinstance(fields, dict):
+    if isinstance(fields, dict) and "repeating" not in fields:
+        return config_from_fields({"name": "model", **fields}, str(path))
+    try:
+        return load_config(str(state.config.get("model")))
+    except ValueError as error:
         raise CheckpointError(
-            f"{path} must say what model it holds, but does not; name its source with --source"
-        )
-    return config_from_fields({"name": "model", **fields}, str(path))
+            f"{path} must say what model it holds, but its run named {state.config.get('model')}: {error}; give the "
+            "Hugging Face folder with --source"
+        ) from error
 
 
 def exported_text(done: Exported) -> str:
@@ -60,7 +65,7 @@ def write_file(path: Path, file: Path, *, dtype: str) -> str:
     if file.exists():
         raise ValueError(f"`{file}` must be a new file, but exists; name another")
     state = read_manifest(path).state
-    model = _model(path, state.extra.get("facts"), None)
+    model = _model(path, state, None)
     shapes = whole_shapes(model)
     weights = StoredWeights(path, shapes)
     tensors = {

@@ -39,8 +39,9 @@ def open_weights(folder: Path, model: ModelConfig) -> HubWeights:
     """The weights of a Hugging Face folder, by our names. ImportRefused lists everything that does not fit."""
     values = read_config(folder / CONFIG)
     family = family_of(values, str(folder / CONFIG))
-    places = place_tensors(family.rows, whole_shapes(model))
-    there = SafetensorsFolder(folder).file_of
+    there, shapes = SafetensorsFolder(folder).file_of, whole_shapes(model)
+    tables = [place_tensors(rows, shapes) for rows in family.tables]
+    places = max(tables, key=lambda table: len(table.shapes.keys() & there))  # as these files were written
     if family.prefix and not any(name.startswith(family.prefix) for name in there):
         places = _without_prefix(places, family.prefix)  # saved from the model without its head
     tied = (family.head, places.of["model.embed_tokens.weight"].name) if model.tied else None
@@ -85,10 +86,10 @@ def export(
     config = config_json(model, DTYPE_NAMES[dtype], original)
     family = family_of(config, str(folder / CONFIG))
     shapes = whole_shapes(model)
-    places = place_tensors(family.rows, shapes)
+    places = place_tensors(family.tables[0], shapes)
     folder.mkdir(parents=True, exist_ok=True)
     carried = _carry(source, folder) if source is not None else ()
-    size = write_tensors(folder, places, shapes, read, dtype, file_bytes)
+    size = write_tensors(folder, places, shapes, read, dtype, family.fp32, file_bytes)
     # Last, so that a folder that was left half written is not taken for a model.
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return Exported(

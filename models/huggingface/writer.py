@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -21,10 +22,11 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 
 def their_tensors(
-    places: Places, shapes: dict[str, Shape], read: Read, dtype: torch.dtype
+    places: Places, shapes: dict[str, Shape], read: Read, dtype_of: Callable[[str], torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
     """Each of their tensors, put together from ours; `shapes` are ours. Theirs come in the order of our first parts."""
     for name, whole in places.shapes.items():
+        dtype = dtype_of(name)
         tensor = torch.empty(whole, dtype=dtype)
         for part in places.parts[name]:
             place, shape = places.of[part], shapes[part]
@@ -41,12 +43,22 @@ def write_tensors(
     shapes: dict[str, Shape],
     read: Read,
     dtype: torch.dtype,
+    fp32: Sequence[str] = (),
     file_bytes: int = FILE_BYTES,
 ) -> int:
-    """Writes all tensors, `file_bytes` a file at most (a larger tensor has its own); returns the bytes of all."""
-    cuts = _cut([(name, prod(shape) * dtype.itemsize) for name, shape in places.shapes.items()], file_bytes)
+    """Writes all tensors, `file_bytes` a file at most (a larger tensor has its own); returns the bytes of all.
+
+    fp32: patterns of their names that stay fp32 whatever `dtype` is
+    """
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.float32 if any(fnmatchcase(name, pattern) for pattern in fp32) else dtype
+
+    cuts = _cut(
+        [(name, prod(shape) * dtype_of(name).itemsize) for name, shape in places.shapes.items()], file_bytes
+    )
     names = [SINGLE] if len(cuts) == 1 else [_numbered(at, len(cuts)) for at in range(len(cuts))]
-    tensors = their_tensors(places, shapes, read, dtype)
+    tensors = their_tensors(places, shapes, read, dtype_of)
     weight_map: dict[str, str] = {}
     total = 0
     for file, members in zip(names, cuts, strict=True):

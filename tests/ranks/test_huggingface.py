@@ -59,6 +59,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
@@ -71,8 +78,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
     "phi3": ("Phi3", LLAMA | {"pad_token_id": 0, "sliding_window": None}),
     "gpt2": ("GPT2", GPT2),
+    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "sliding_window": None}),
+    "qwen2-moe": ("Qwen2Moe", LLAMA | MOE | {"shared_expert_intermediate_size": 24}),
+    "qwen3-moe": ("Qwen3Moe", LLAMA | MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-plain": ("Qwen3Moe", LLAMA | MOE | {"head_dim": 16, "mlp_only_layers": [0]}),
 }
-FAMILY_CASES = ["llama3.2", "mistral", "qwen2", "qwen3", "phi3", "gpt2"]
+FAMILY_CASES = ["llama3.2", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtral", "qwen2-moe", "qwen3-moe"]
 
 
 def make(case: str, folder: Path) -> nn.Module:
@@ -349,3 +360,15 @@ def test_shapes_come_without_allocating(tmp_path: Path) -> None:
     model = read_model(tmp_path)
     shapes = whole_shapes(model)
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == model.parameters()
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_in_one_tensor_are_read_too(case: str, tmp_path: Path) -> None:
+    theirs = make(case, tmp_path / "hub")
+    theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)  # type: ignore[operator]
+    held = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert any(tensor.dim() == 3 for tensor in held.values())
+    (one,) = run_threads(1, lambda world: loaded(world, tmp_path / "hub"))
+    (other,) = run_threads(1, lambda world: loaded(world, tmp_path / "stacked"))
+    expected = whole(one)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in whole(other).items())
