@@ -24,6 +24,7 @@ IGNORED_LABEL = -100
 CHUNK_LOGITS, CHUNK_TOKENS = 1 << 22, 512
 """Logits held at once, and the tokens that a chunk has at least: each chunk reads the whole head again."""
 KEPT_LOGITS = 1 << 18
+"""Exponentials kept for backward at most (2 MB in fp64): of small models a second product would cost more."""
 
 
 def vocabulary_parameter(
@@ -35,7 +36,7 @@ def vocabulary_parameter(
     """
     mesh = build.mesh
     rows = -(-vocab_size // mesh.tp.size)
-    start = min(mesh.tp.rank * rows, vocab_size)
+    start = min(mesh.tp.rank * rows, vocab_size)  # the last ranks may have nothing but padding
     shape = (vocab_size, hidden_size)
     offsets, sizes = slab(shape, 0, start, min(start + rows, vocab_size))
     layout = ParameterLayout(
@@ -182,6 +183,7 @@ class _CrossEntropy(Function):
         factor_T = weight_T * grads[0]
         # Of a token whose label another rank has, nothing is taken from the probabilities here (row 0 stands in).
         target_T = torch.where(here_T, -factor_T, 0)
+        # Chunks write all of it, but a rank without a row of the vocabulary has no chunk.
         grad_TD = torch.zeros_like(whole_TD) if valid == 0 else torch.empty_like(whole_TD)
         grad_weight: Tensor | None = None
         steps = _chunks(whole_TD.shape[0], valid, ctx.chunk_logits)
@@ -197,6 +199,7 @@ class _CrossEntropy(Function):
             logits_CV.scatter_add_(1, rows_T[part, None], target_T[part, None])
             grad_CV = logits_CV.to(whole_TD.dtype)
             torch.mm(grad_CV, weight_VD, out=grad_TD[part])
+            # With a slot each chunk adds to the buffer and nothing is returned; without one they are summed here.
             product = weight_gradient(ctx.weight, grad_CV, whole_TD[part], valid)
             grad_weight = product if grad_weight is None or product is None else grad_weight + product
         grad_hidden, work = reduction(ctx.sequence_parallel)(grad_TD, ctx.group)

@@ -76,9 +76,10 @@ class Topology:
         return places
 
     def place(self, rank: int) -> str:
-        """How people find the rank: 6 in the worked example is `dp 1, pp 1, tp 0`."""
+        """How people find the rank: 6 in the worked example is `dp 1, pp 1, tp 0`; cp is told where it is in use."""
         places = self.coordinates(rank)
-        return ", ".join(f"{axis} {places[axis]}" for axis in (Axis.DP, Axis.PP, Axis.TP))
+        axes = (Axis.DP, Axis.PP, *((Axis.CP,) if self.cp > 1 else ()), Axis.TP)
+        return ", ".join(f"{axis} {places[axis]}" for axis in axes)
 
     def rank(self, **coordinates: int) -> int:
         """The rank at a place: tp=0, pp=1, dp=1 is 6 in the worked example. Axes left out are at 0."""

@@ -113,10 +113,13 @@ class Bucket:
         self.shard = self.parameters[self.start : self.stop]
         if self.sharding.parameters:
             self.shard = self.shard.clone()  # its own memory: the whole is freed
+        # In 32 or 64 bits the update works on the parameters themselves: nothing is kept twice.
         self.master = self.shard if master_dtype == self.shard.dtype else self.shard.to(master_dtype)
         self.segments = cut_segments(self._pieces, self.start, self.stop)
         device = self.parameters.device
         self._buffer: Tensor | None = None
+        # A whole buffer is kept, and a shard reduced in place; where gradients are sharded the buffer is borrowed from
+        # the pool between a bucket's first gradient and its reduction's end.
         if not self.sharding.gradients:
             self._buffer = torch.zeros(self.padded_elements, dtype=accumulate_dtype, device=device)
             self.gradient_shard = self._buffer[self.start : self.stop]
@@ -129,6 +132,7 @@ class Bucket:
             self.release()
 
     def _place_finder(self, index: int) -> Callable[[], Tensor]:
+        # A finder, not a view: a borrowed buffer is another one in each microbatch.
         offset, shape = self._offsets[index], self.members[index].shape
         count = shape.numel()
 

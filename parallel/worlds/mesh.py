@@ -154,12 +154,13 @@ def build_mesh(world: World, topology: Topology) -> Mesh:
     everyone = (tuple(range(world.size)),)
     # An axis has a group of its own even where another has the same ranks: messages and traffic go by its name.
     groups = {"world": world.new_group("world", everyone)}
-    for axis in Axis:
-        groups[axis.value] = world.new_group(axis.value, topology.groups(axis))
+    partitions = {axis: topology.groups(axis) for axis in Axis}
+    for axis, partition in partitions.items():
+        groups[axis.value] = world.new_group(axis.value, partition)
     groups["ties"] = world.new_group("ties", _ends(topology))
     # Of equal axes dp comes first: what is reduced over dp × cp is told as dp where cp is one.
     shared: dict[Partition, str] = {everyone: "world"}
-    shared |= {topology.groups(axis): axis.value for axis in reversed(SHARED)}
+    shared |= {partitions[axis]: axis.value for axis in reversed(SHARED)}
     mesh = Mesh(world, topology, world.rank, topology.coordinates(world.rank), groups, shared=shared)
     mesh.add(REPLICAS, topology.groups(Axis.CP, Axis.DP))
     if topology.ep > 1:  # no experts, no group of theirs

@@ -55,6 +55,13 @@ def test_expert_replicas_are_one_place_of_every_cut(order: str, ep: int) -> None
     assert sorted(rank for group in topology.expert_replicas() for rank in group) == list(range(16))
 
 
+def test_a_place_tells_every_rank_apart() -> None:
+    topology = Topology(dp=2, tp=2, cp=2, order="tp-cp-dp")
+    assert SIXTEEN.place(6) == "dp 1, pp 1, tp 0"
+    assert topology.place(6) == "dp 1, pp 0, cp 1, tp 0"
+    assert len({topology.place(rank) for rank in range(8)}) == 8
+
+
 def test_dp_is_what_the_world_leaves() -> None:
     assert resolve_topology(world_size=16, tp=2, pp=2, dp=None, order="tp-pp-dp") == SIXTEEN
     assert resolve_topology(world_size=4096, tp=8, pp=16).dp == 32
