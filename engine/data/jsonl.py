@@ -14,20 +14,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
+from triaxis.engine.data.chat import BadLine, Conversation, kind_of, parse_conversation, text_of
 from triaxis.engine.data.fingerprint import fingerprint_arrays
 from triaxis.engine.data.stream import (
     ArrayTokens,
     StreamSource,
+    counted,
     pack_documents,
     rows_that_train,
     told_cuts,
     told_drops,
 )
-from triaxis.engine.data.tokenizer import Message, Segment, Tokenizer, open_tokenizer
+from triaxis.engine.data.tokenizer import Encoded, Tokenizer, open_tokenizer
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BAD_LINES_NAMED = 10
@@ -38,21 +40,49 @@ class OnBadSample(StrEnum):
     SKIP = "skip"
 
 
-class BadLine(ValueError):
-    """Why a line holds no document."""
-
-
 @dataclass(slots=True)
 class Tally:
-    """What became of a file's lines. `bad` lists "file:line: reason"."""
+    """What became of a file's lines. bad: "file:line: reason" of each. unread: keys beside `text`, left alone.
+
+    unended: answers that the template does not end
+    """
 
     read: int = 0
     kept: int = 0
     empty: int = 0
     bad: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    unended: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    conversations: int = 0
+
+    def add(self, encoded: Encoded) -> None:
+        self.kept += 1
+        self.unended += encoded.unended
+        self.tokens += len(encoded.ids)
+        self.trained_tokens += len(encoded.ids) if encoded.trained is None else sum(encoded.trained)
+        self.conversations += encoded.trained is not None
 
     def __str__(self) -> str:
         return f"read {self.read}, kept {self.kept}, empty {self.empty}, bad {len(self.bad)}"
+
+    def told(self) -> list[str]:
+        """What people must know beside the counts, a line each."""
+        told = []
+        if self.conversations:
+            told.append(
+                f"{counted(self.conversations, 'conversation')}: {self.trained_tokens:,} of {self.tokens:,} tokens are "
+                "trained, those of answers and what ends them"
+            )
+        if self.unended:
+            told.append(
+                f"the chat template does not end {counted(self.unended, 'answer')}: the model does not learn to stop "
+                "there; use a template that writes an end token behind each answer"
+            )
+        if self.unread:
+            told.append(f"keys left unread beside `text`: {', '.join(sorted(self.unread)[:BAD_LINES_NAMED])}")
+        return told
 
     def listing(self) -> str:
         """The first bad lines, and how many more."""
@@ -82,7 +112,7 @@ def read_documents(path: Path, tokenizer: Tokenizer, tally: Tally, on_bad_sample
                 continue
             tally.read += 1
             try:
-                encoded = _encode(parse_line(line), tokenizer)
+                encoded = _encode(parse_line(line, tokenizer, tally), tokenizer)
             except BadLine as error:
                 if on_bad is OnBadSample.ERROR:
                     raise ValueError(
@@ -93,8 +123,8 @@ def read_documents(path: Path, tokenizer: Tokenizer, tally: Tally, on_bad_sample
             if encoded is None:
                 tally.empty += 1
                 continue
-            tally.kept += 1
-            yield Document(line=number, ids=encoded[0], trained=encoded[1])
+            tally.add(encoded)
+            yield Document(line=number, ids=encoded.ids, trained=encoded.trained)
     if not tally.kept:
         listing = f": {tally.listing()}" if tally.bad else ""
         raise ValueError(f"{path} must hold at least one document, but has none ({tally}){listing}")
@@ -106,8 +136,8 @@ def _on_bad(value: str) -> OnBadSample:
     return OnBadSample(value)
 
 
-def parse_line(line: bytes) -> str | list[Message]:
-    """The text or the messages of a line; raises BadLine."""
+def parse_line(line: bytes, tokenizer: Tokenizer, tally: Tally) -> str | Conversation:
+    """The text or the conversation of a line; raises BadLine."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -116,70 +146,34 @@ def parse_line(line: bytes) -> str | list[Message]:
         raise BadLine(f"is not JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
         raise BadLine("is not JSON that can be read (nested too deep)") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise BadLine("is not JSON that can be read (a number is too long)") from error
     if not isinstance(record, dict):
-        raise BadLine(f"must be a JSON object, but is {_kind(record)}")
+        raise BadLine(f"must be a JSON object, but is {kind_of(record)}")
     if "messages" in record:
-        return _messages(record["messages"])
+        return parse_conversation(record, tokenizer.keys)
     if "text" in record:
-        return _text(record["text"], "`text`")
+        tally.unread.update(key for key in record if key != "text")
+        return text_of(record["text"], "`text`")
     raise BadLine(f"must have the key `text` or `messages`, but has {', '.join(map(repr, record)) or 'none'}")
 
 
-def _messages(value: object) -> list[Message]:
-    if not isinstance(value, list):
-        raise BadLine(f"`messages` must be a list, but is {_kind(value)}")
-    messages = []
-    for number, entry in enumerate(value):
-        if not isinstance(entry, dict) or not {"role", "content"} <= entry.keys():
-            raise BadLine(f"message {number} must be an object with `role` and `content`")
-        role = _text(entry["role"], f"`role` of message {number}")
-        messages.append(Message(role=role, content=_text(entry["content"], f"`content` of message {number}")))
-    if messages and not any(message.role == "assistant" for message in messages):
-        raise BadLine("`messages` must have an assistant's answer to train on, but has none")
-    return messages
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise BadLine(f"{name} must be a string, but is {_kind(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadLine(f"{name} holds half a surrogate pair (character {error.start})") from error
-    return value
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
-
-
-def _encode(content: str | list[Message], tokenizer: Tokenizer) -> tuple[list[int], list[bool] | None] | None:
-    """(ids, trained) with the end token, or None for an empty document."""
-    end = [] if tokenizer.end is None else [tokenizer.end]
+def _encode(content: str | Conversation, tokenizer: Tokenizer) -> Encoded | None:
+    """None for an empty document."""
     if isinstance(content, str):
-        if not content.strip():
-            return None
-        whole = tokenizer.encode(content, special=True)
-        return whole + (end if whole[-1:] != end else []), None
-    if not any(message.content.strip() for message in content):
+        return tokenizer.encode_text(content) if content.strip() else None
+    if not any(_says_something(message.fields) for message in content.messages):
         return None
-    ids: list[int] = []
-    trained: list[bool] = []
-    for segment in _render(content, tokenizer):
-        piece = tokenizer.encode(segment.text, special=False) if segment.text else []
-        ids += piece
-        trained += [segment.trained] * len(piece)
-    if ids[-1:] != end:  # a template may have written it
-        ids += end
-        trained += [content[-1].role == "assistant"] * len(end)
-    return ids, trained
+    return tokenizer.encode_chat(content)
 
 
-def _render(messages: list[Message], tokenizer: Tokenizer) -> list[Segment]:
-    try:
-        return tokenizer.render(messages)
-    except (TemplateError, ValueError) as error:
-        raise BadLine(f"the tokenizer's chat template refuses it: {error}") from error
+def _says_something(fields: dict[str, Any]) -> bool:
+    content = fields.get("content")
+    return (
+        bool(content.strip())
+        if isinstance(content, str)
+        else len(fields) > 1 + ("content" in fields and not content)
+    )
 
 
 def open_jsonl(
@@ -214,6 +208,7 @@ def open_jsonl(
         + (f" ({tally.listing()})" if tally.bad else "")
         + told_cuts(lengths, sequence_length)
         + told_drops(cut, rows),
+        notes=(*tokenizer.notes, *tally.told()),
         fingerprint=fingerprint_arrays(tokens, trained, starts),
         trained=trained,
     )

@@ -41,7 +41,7 @@ class Source(Protocol):
         ...
 
     def summary(self) -> str:
-        """One line: what was read, kept, empty and bad."""
+        """What was read, kept, empty and bad, and below it what else people must know."""
         ...
 
 

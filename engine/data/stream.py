@@ -137,7 +137,8 @@ class StreamSource:
     trained: whether each token of the stream is a target that is trained; None for all
     name_document: the file (and line) of a document, for messages
     vocab_size: ids are below it; 0 where the files do not say
-    report: the one line of `summary()`
+    report: the first line of `summary()`
+    notes: what else people must know, a line each
     fingerprint: of the tokens, of what is trained and of the documents' starts
     """
 
@@ -149,6 +150,7 @@ class StreamSource:
     name_document: Callable[[int], str]
     report: str
     fingerprint: str
+    notes: tuple[str, ...] = ()
     trained: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
@@ -196,4 +198,5 @@ class StreamSource:
         return self.name_document(int(np.searchsorted(self.document_starts, place, side="right")) - 1)
 
     def summary(self) -> str:
-        return f"{self.report}; {len(self.tokens)} tokens in {len(self)} rows of {self.sequence_length}"
+        counts = f"{self.report}; {len(self.tokens)} tokens in {len(self)} rows of {self.sequence_length}"
+        return "\n".join([counts, *(f"  {note}" for note in self.notes)])

@@ -1,11 +1,23 @@
-"""Text to token ids: bytes, a tokenizer.json, or a Hugging Face tokenizer's folder."""
+"""Text and conversations to token ids: bytes, a tokenizer.json, or a Hugging Face tokenizer's folder."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from triaxis.engine.data.chat import (
+    Conversation,
+    KnownKeys,
+    Rendered,
+    Span,
+    render_roles,
+    trained_tokens,
+)
+from triaxis.engine.data.template import Ends, find_ends, known_keys, render_chat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FileTokens
@@ -13,25 +25,24 @@ if TYPE_CHECKING:
 
 BYTE_END = 256
 BYTE_VOCABULARY = 257
+BARE = KnownKeys()
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eot|>", "[EOS]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    role: str
-    content: str
+class Encoded:
+    """A document's tokens. trained: which are targets; None for all. unended: answers that nothing ends."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A piece of a rendered conversation; `trained` where it is an assistant's answer."""
-
-    text: str
-    trained: bool
+    ids: list[int]
+    trained: list[bool] | None = None
+    unended: int = 0
 
 
 class Tokenizer(Protocol):
-    """vocab_size: ids are below it. end: the id that ends a document, or None where there is none."""
+    """vocab_size: ids are below it. end: the id that ends a text, or None where there is none.
+
+    keys: what a line of messages may hold. notes: what people must know of it, a line each.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -39,24 +50,19 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int | None: ...
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special`: with what the tokenizer itself puts around a text (its BOS)."""
+    @property
+    def keys(self) -> KnownKeys: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def encode_text(self, text: str) -> Encoded:
+        """A text with what the tokenizer puts around one, and one end; nothing in it becomes a control token."""
         ...
 
-    def render(self, messages: Sequence[Message]) -> list[Segment]: ...
+    def encode_chat(self, conversation: Conversation) -> Encoded: ...
 
-
-def render_roles(messages: Sequence[Message]) -> list[Segment]:
-    r"""The template where a tokenizer has none: "<|role|>\n" before each content, "\n" behind it.
-
-    Of an assistant's message the content and the newline behind it are trained, the role is not.
-    """
-    segments = []
-    for message in messages:
-        answer = message.role == "assistant"
-        segments.append(Segment(text=f"<|{message.role}|>\n", trained=False))
-        segments.append(Segment(text=f"{message.content}\n", trained=answer))
-    return segments
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,85 +71,141 @@ class ByteTokenizer:
 
     vocab_size: int = BYTE_VOCABULARY
     end: int | None = BYTE_END
+    keys: KnownKeys = BARE
+    notes: tuple[str, ...] = ()
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        del special
-        return list(text.encode())
+    def encode_text(self, text: str) -> Encoded:
+        return Encoded(ids=[*text.encode(), BYTE_END])
 
-    def render(self, messages: Sequence[Message]) -> list[Segment]:
-        return render_roles(messages)
+    def encode_chat(self, conversation: Conversation) -> Encoded:
+        rendered = render_roles(conversation)
+        offsets = [
+            (place, place + 1) for place, character in enumerate(rendered.text) for _ in character.encode()
+        ]
+        trained = trained_tokens(offsets, rendered.spans)
+        return _ended(conversation, [*rendered.text.encode()], trained, BYTE_END)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = bytes(token for token in ids if token < BYTE_END).decode(errors="replace")
+        return text + "<end>" * (BYTE_END in ids)
 
 
-@dataclass(frozen=True, slots=True)
-class JsonTokenizer:
-    """A tokenizer.json; the end of a document is the first of END_NAMES that it knows."""
+def _ended(conversation: Conversation, ids: list[int], trained: list[bool], end: int | None) -> Encoded:
+    """With the document's end, which is the last answer's."""
+    if end is not None and ids[-1:] != [end]:
+        ids, trained = [*ids, end], [*trained, conversation.messages[-1].trained]
+    return Encoded(ids=ids, trained=trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTokenizer:
+    """A tokenizer.json, with a chat template where its folder has one.
+
+    controls: the texts of its special tokens. around: what it puts before and behind a text.
+    template: None for "<|role|>" lines
+    """
 
     tokens: FileTokens
     vocab_size: int
     end: int | None
+    controls: tuple[str, ...]
+    around: tuple[list[int], list[int]]
+    template: Template | None = None
+    notes: tuple[str, ...] = ()
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        return self.tokens.encode(text, add_special_tokens=special).ids
+    @property
+    def keys(self) -> KnownKeys:
+        return BARE if self.template is None else self.template.keys
 
-    def render(self, messages: Sequence[Message]) -> list[Segment]:
-        return render_roles(messages)
+    def encode_text(self, text: str) -> Encoded:
+        before, behind = self.around
+        ids = [*before, *self._pieces(text, verbatim=True)[0], *behind]
+        end = [] if self.end is None or ids[-1:] == [self.end] else [self.end]
+        return Encoded(ids=ids + end)
+
+    def encode_chat(self, conversation: Conversation) -> Encoded:
+        rendered = render_roles(conversation) if self.template is None else self.template.render(conversation)
+        if self.template is None:
+            found = re.finditer(_any_of(self.controls), rendered.text)
+            rendered = Rendered(
+                text=rendered.text, spans=rendered.spans, verbatim=tuple(match.span() for match in found)
+            )
+        ids, offsets = self._encode(rendered)
+        trained = trained_tokens(offsets, rendered.spans)
+        before, _ = self.around
+        if ids[: len(before)] != before:  # the template has not written what every document begins with
+            ids, trained = [*before, *ids], [False] * len(before) + trained
+        if self.template is None:
+            return _ended(conversation, ids, trained, self.end)
+        return Encoded(ids=ids, trained=trained, unended=rendered.unended)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokens.decode(list(ids), skip_special_tokens=False)
+
+    def _encode(self, rendered: Rendered) -> tuple[list[int], list[Span]]:
+        """Whole; where people wrote a control token's text, in pieces between the true ones, as tokenizers do."""
+        if not rendered.verbatim:
+            return self._pieces(rendered.text, verbatim=False)
+        text, written = rendered.text, set(rendered.verbatim)
+        ids: list[int] = []
+        offsets: list[Span] = []
+        done = 0
+        true = [m.span() for m in re.finditer(_any_of(self.controls), text) if m.span() not in written]
+        for start, stop in [*true, (len(text), len(text))]:
+            for first, last, verbatim in ((done, start, True), (start, stop, False)):
+                found, places = self._pieces(text[first:last], verbatim=verbatim)
+                ids += found
+                offsets += [(a + first, b + first) for a, b in places]
+            done = stop
+        return ids, offsets
+
+    def _pieces(self, text: str, *, verbatim: bool) -> tuple[list[int], list[Span]]:
+        """(ids, characters of each). verbatim: the texts of control tokens are text."""
+        if not text:
+            return [], []
+        self.tokens.encode_special_tokens = verbatim
+        found = self.tokens.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
 
-@dataclass(frozen=True, slots=True)
-class FolderTokenizer:
-    """A folder for transformers' AutoTokenizer, with its chat template where it has one."""
+def _any_of(texts: Sequence[str]) -> str:
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A folder's chat template. train_inserted: whether empty think blocks of the template's own are trained."""
 
     tokens: PreTrainedTokenizerBase
-    vocab_size: int
-    end: int | None
+    controls: tuple[str, ...]
+    keys: KnownKeys
+    ends: Ends
+    train_inserted: bool
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        return cast(list[int], self.tokens.encode(text, add_special_tokens=special))
+    def render(self, conversation: Conversation) -> Rendered:
+        return render_chat(
+            conversation, _renderer(self.tokens), self.ends, self.controls, train_inserted=self.train_inserted
+        )
 
-    def render(self, messages: Sequence[Message]) -> list[Segment]:
-        """An answer is what the template adds to the prompt that asks for it."""
-        if not self.tokens.chat_template:
-            return render_roles(messages)
-        segments: list[Segment] = []
-        whole = self._text(messages, asking=False)
-        done = 0
-        for number, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            prompt = self._text(messages[:number], asking=True)
-            answered = self._text(messages[: number + 1], asking=False)
-            if not (whole.startswith(answered) and answered.startswith(prompt) and done <= len(prompt)):
-                raise ValueError(
-                    "the chat template changes earlier turns, so that answers cannot be told apart"
-                )
-            segments.append(Segment(text=whole[done : len(prompt)], trained=False))
-            segments.append(Segment(text=whole[len(prompt) : len(answered)], trained=True))
-            done = len(answered)
-        segments.append(Segment(text=whole[done:], trained=False))
-        return segments
 
-    def _text(self, messages: Sequence[Message], *, asking: bool) -> str:
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        text = self.tokens.apply_chat_template(turns, tokenize=False, add_generation_prompt=asking)
+def _renderer(tokens: PreTrainedTokenizerBase) -> Any:
+    def render(conversation: Conversation, asking: bool) -> str:
+        turns = [message.fields for message in conversation.messages]
+        text = tokens.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=asking, **conversation.others
+        )
         return cast(str, text)
 
+    return render
 
-def open_tokenizer(path: str | Path | None) -> Tokenizer:
-    """Bytes without a path; a tokenizer.json file; or a folder in Hugging Face's layout."""
+
+def open_tokenizer(path: str | Path | None, *, train_inserted: bool = False) -> Tokenizer:
+    """Bytes without a path; a tokenizer.json file; or a folder in Hugging Face's layout, whose code is never run."""
     if path is None:
         return ByteTokenizer()
     path = Path(path)
     if path.is_dir():
-        from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
-
-        try:
-            folder = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"`tokenizer` must be a tokenizer.json or a folder that holds a tokenizer, but {path} holds none "
-                f"that transformers can read; check the path"
-            ) from error
-        return FolderTokenizer(folder, len(folder), folder.eos_token_id)
+        return _open_folder(path, train_inserted)
     if not path.is_file():
         raise ValueError(f"`tokenizer` must be a tokenizer.json or a folder, but {path} does not exist")
     from tokenizers import Tokenizer as FileTokens  # noqa: PLC0415 - slow to import
@@ -154,4 +216,66 @@ def open_tokenizer(path: str | Path | None) -> Tokenizer:
         raise ValueError(f"`tokenizer` must be a tokenizer.json, but {path} is not: {error}") from error
     known = (tokens.token_to_id(name) for name in END_NAMES)
     end = next((token for token in known if token is not None), None)
-    return JsonTokenizer(tokens, max(tokens.get_vocab().values()) + 1, end)
+    vocab_size = max(tokens.get_vocab().values()) + 1
+    return FileTokenizer(
+        tokens=tokens, vocab_size=vocab_size, end=end, controls=_controls(tokens), around=_around(tokens)
+    )
+
+
+def _open_folder(path: Path, train_inserted: bool) -> Tokenizer:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+
+    try:
+        folder = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        own_code = "; its own code (auto_map) is never run" * bool(_notes(path))
+        raise ValueError(
+            f"`tokenizer` must be a tokenizer.json or a folder that holds a tokenizer, but {path} holds none "
+            f"that transformers can read{own_code}; check the path"
+        ) from error
+    if not folder.is_fast:
+        raise ValueError(
+            f"`tokenizer` must be one of the tokenizers library (a tokenizer.json), which says where each token is in "
+            f"its text, but {path} has none; convert it with transformers"
+        )
+    tokens = folder.backend_tokenizer
+    controls = _controls(tokens)
+    template = None
+    if folder.chat_template:
+        keys = known_keys(folder.get_chat_template())
+        keys = KnownKeys(message=keys.message, record=keys.record - set(folder.special_tokens_map))
+        ends = find_ends(_renderer(folder), controls)
+        template = Template(
+            tokens=folder, controls=controls, keys=keys, ends=ends, train_inserted=train_inserted
+        )
+    return FileTokenizer(
+        tokens=tokens,
+        vocab_size=len(folder),
+        end=folder.eos_token_id,
+        controls=controls,
+        around=_around(tokens),
+        template=template,
+        notes=_notes(path),
+    )
+
+
+def _controls(tokens: FileTokens) -> tuple[str, ...]:
+    return tuple(token.content for token in tokens.get_added_tokens_decoder().values() if token.special)
+
+
+def _around(tokens: FileTokens) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind a text (its BOS, its EOS)."""
+    whole, plain = (tokens.encode("a", add_special_tokens=special).ids for special in (True, False))
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+def _notes(path: Path) -> tuple[str, ...]:
+    config = path / "tokenizer_config.json"
+    try:
+        own = "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return (f"{path} names code of its own (auto_map), which is never run",) if own else ()

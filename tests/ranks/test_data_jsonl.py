@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from triaxis.engine.data.chat import Conversation, Message, render_roles
 from triaxis.engine.data.jsonl import Tally, read_documents
 from triaxis.engine.data.source import open_source
-from triaxis.engine.data.tokenizer import BYTE_END, ByteTokenizer, Message, render_roles
+from triaxis.engine.data.tokenizer import BYTE_END, ByteTokenizer
 from triaxis.models.batch import IGNORED
 
 
@@ -39,8 +40,9 @@ def test_only_answers_are_trained(tmp_path: Path) -> None:
     row = open_source(path, split="train", sequence_length=64).sample(0, 0)
     assert bytes(row.labels_L[row.labels_L != IGNORED].tolist()[:-1]) == b"yo\n"
     assert row.labels_L[row.labels_L != IGNORED][-1] == BYTE_END
-    segments = render_roles([Message(role="user", content="hi"), Message(role="assistant", content="yo")])
-    assert "".join(piece.text for piece in segments) == "<|user|>\nhi\n<|assistant|>\nyo\n"
+    messages = tuple(Message(role=m["role"], fields=m, trained=m["role"] == "assistant") for m in talk)
+    rendered = render_roles(Conversation(messages=messages))
+    assert rendered.text == "<|user|>\nhi\n<|assistant|>\nyo\n" and rendered.spans == ((26, 29),)
 
 
 BAD = {
@@ -56,6 +58,7 @@ BAD = {
     b'{"messages": [{"role": "user", "content": null}]}': "message 0 must be a string, but is null",
     b'{"messages": [{"role": "user", "content": "x"}]}': "must have an assistant's answer",
     b"[" * 100_000: "is not JSON",
+    b'{"text": "x", "n": ' + b"1" * 5000 + b"}": "a number is too long",
 }
 
 
