@@ -11,7 +11,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 ROOMS := engine parallel models launch
 TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --seq 128 \
 	--per_device_train_batch_size 8 --microbatches 2 --learning_rate 4e-3 --warmup_ratio 0.1 \
-	--eval_steps 40 --logging_steps 10
+	--eval_steps 40 --logging_steps 10 --save_strategy steps
 
 export OMP_NUM_THREADS ?= 1
 
@@ -35,8 +35,9 @@ $(STAMP): setup.py constraints.txt
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics and picture in output/
+train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics, picture and a sample in output/
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m triaxis.launch.train $(TRAIN) --output-dir $(OUT)
+	@echo "what it writes:" && $(BIN)/triaxis generate $(OUT) --prompt "def " --tokens 200
 
 test: check  ## lint, format, types and all tests
 	@$(BIN)/python -m pytest -n auto --dist worksteal

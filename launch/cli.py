@@ -19,6 +19,7 @@ COMMANDS = {
     "simulate": "the whole cluster's program on this machine, without its GPUs",
     "schedule": "draw a pipeline schedule",
     "preprocess": "text into token files",
+    "generate": "what a trained model writes",
     "convert": "a checkpoint as a Hugging Face folder, or as one file",
     "checkpoint": "list, verify, reshard and compare checkpoints",
 }

@@ -30,14 +30,14 @@ def export_checkpoint(
     if source is None:
         named = state.config.get("model_name_or_path")
         source = Path(str(named)) if named and Path(str(named)).is_dir() else None
-    model = _model(path, state, source)
+    model = model_of_checkpoint(path, state, source)
     run_dtype = str(state.config.get("dtype"))
     chosen = DTYPES[dtype or (run_dtype if run_dtype in DTYPES else "fp32")]
     weights = StoredWeights(path, whole_shapes(model))
     return export(folder, model, weights.read, dtype=chosen, source=source)
 
 
-def _model(path: Path, state: RunState, source: Path | None) -> ModelConfig:
+def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> ModelConfig:
     """The model of a checkpoint: of its Hugging Face folder, by its flat fields, or by the name that the run gave."""
     if source is not None:
         return load_config(str(source))
@@ -65,7 +65,7 @@ def write_file(path: Path, file: Path, *, dtype: str) -> str:
     if file.exists():
         raise ValueError(f"`{file}` must be a new file, but exists; name another")
     state = read_manifest(path).state
-    model = _model(path, state, None)
+    model = model_of_checkpoint(path, state, None)
     shapes = whole_shapes(model)
     weights = StoredWeights(path, shapes)
     tensors = {
