@@ -28,7 +28,7 @@ MODEL = {
     "ffn_size": 24,
     "max_positions": 64,
 }
-MEASURED = ("tokens_per_s", "mfu", "peak_mem_bytes")
+MEASURED = ("tokens_per_s", "mfu", "peak_mem_bytes", "resumed")
 
 
 class AskedAt(Interruption):
@@ -91,7 +91,7 @@ def run(flags: dict[str, Any], *, ask_at: int | None = None) -> Summary:
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    """The rows of the metrics, without what depends on the clock and the memory."""
+    """The rows of the metrics, without what depends on the clock, the memory and how often the run was resumed."""
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in MEASURED} for line in lines]
 

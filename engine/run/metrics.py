@@ -7,17 +7,21 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from triaxis.engine.plain_files import kind_of, open_plain
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 METRICS_NAME = "metrics.jsonl"
+PICTURE_NAME = "loss.png"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,6 +41,7 @@ class StepRow:
     skipped_steps: updates left out so far because of numbers that were not finite; None where none may be
     auxiliary_loss: of layers with a loss of their own, scaled as it is trained; None without such layers
     busiest_expert: tokens of a layer's busiest expert over the mean, in the worst layer; None without experts
+    resumed: whether the run went on from a checkpoint with this step
     """
 
     step: int
@@ -54,13 +59,15 @@ class StepRow:
     skipped_steps: int | None = None
     auxiliary_loss: float | None = None
     busiest_expert: float | None = None
+    resumed: bool = False
 
 
 class MetricsWriter:
-    """Writes the rows of a run, each flushed at once, over those of an older run in that folder.
+    """Writes the rows of a run, each flushed at once. What an older run left in that folder is set aside.
 
     A row that does not fit on a full disk waits for the next; the run goes on.
     done: steps of this run before it was resumed; their rows stay, later ones are cut off, so that none comes twice
+    aside: the new path of an older run's metrics, if there were some
     On a rank that does not speak it does nothing.
     """
 
@@ -70,12 +77,19 @@ class MetricsWriter:
         self._file: FileIO | None = None
         self._waiting = b""
         self._tensorboard: SummaryWriter | None = None
+        self.aside: Path | None = None
         if not speaks:
             return
+        path = directory / METRICS_NAME
         directory.mkdir(parents=True, exist_ok=True)
+        kind = kind_of(path) if os.path.lexists(path) else None
+        if kind is not None:
+            raise ValueError(f"{path} must be a file, but is {kind}; move it, or name another --output-dir")
         if done:
-            cut_metrics(directory / METRICS_NAME, done)
-        self._file = (directory / METRICS_NAME).open("ab" if done else "wb", buffering=0)
+            cut_metrics(path, done)
+        else:
+            self.aside = set_older_aside(directory)
+        self._file = FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
         self._size_bytes = self._file.tell()
         if report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter  # slow to import, rarely asked for
@@ -152,7 +166,30 @@ def values_of(row: StepRow) -> dict[str, object]:
         value = getattr(row, name)
         if value is not None:
             values[name] = _finite(value) if isinstance(value, float) else value
+    if row.resumed:
+        values["resumed"] = True
     return values
+
+
+def set_older_aside(directory: Path) -> Path | None:
+    """Gives the metrics and the picture of an older run names of their own; the metrics' new path, if there were some.
+
+    Example: metrics.jsonl and loss.png become metrics-1.jsonl and loss-1.png, those of a third run metrics-2.jsonl.
+    """
+    metrics, picture = directory / METRICS_NAME, directory / PICTURE_NAME
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return None
+    number = 1
+    while any(os.path.lexists(_numbered(path, number)) for path in (metrics, picture)):
+        number += 1
+    for path in (metrics, picture):
+        with suppress(FileNotFoundError):  # a run that ended early has no picture
+            path.rename(_numbered(path, number))
+    return _numbered(metrics, number)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_stem(f"{path.stem}-{number}")
 
 
 def cut_metrics(path: Path, done: int) -> None:
@@ -161,7 +198,7 @@ def cut_metrics(path: Path, done: int) -> None:
         return
     kept = [row for row in read_metrics(path) if isinstance(row["step"], int) and row["step"] <= done]
     draft = path.with_name(f".{path.name}.part")
-    with draft.open("w", encoding="utf-8") as file:
+    with os.fdopen(open_plain(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
         file.flush()
         os.fsync(file.fileno())

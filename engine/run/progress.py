@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from triaxis.engine.config import DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.run.metrics import StepRow
+from triaxis.engine.step import stage_layers
 
 
 class Progress:
@@ -94,3 +96,23 @@ def _duration(seconds: float) -> str:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:
+    """The first words of a run: its model, its layout, its steps, and what it reads."""
+    topology = resolved.topology
+    stages = topology.pp * resolved.virtual_stages
+    cuts = "/".join(str(len(layers)) for layers in stage_layers(resolved.model, stages))
+    experts = f", experts over {topology.ep}" if topology.ep > 1 else ""
+    sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
+    return "\n".join(
+        [
+            f"{resolved.model.name}: {resolved.model.parameters():,} parameters on {topology.world_size} ranks "
+            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}{experts}), {sharding}, {config.dtype}, "
+            f"seed {config.seed}",
+            f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
+            f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}"
+            + (f", layers by stage {cuts}" if stages > 1 else ""),
+            *sources,
+        ]
+    )

@@ -71,6 +71,12 @@ def newer_in(directory: Path, path: Path) -> list[Path]:
     return own[places[0] + 1 :] if places else []
 
 
+def continues_here(config: RunConfig) -> bool:
+    """Whether what is resumed is of this run's own folder, whose rows and picture then go on."""
+    own = (run_directory(config) / FOLDER).resolve()
+    return config.resume == "auto" or named_checkpoint(str(config.resume)).resolve().parent == own
+
+
 def named_checkpoint(name: str) -> Path:
     """The checkpoint that `--resume DIR` means: itself, or the newest in it. Raises ConfigError if there is none."""
     folder = Path(name)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import (
-    DataParallel,
     ResolvedRun,
     RunConfig,
     SaveStrategy,
@@ -29,13 +28,14 @@ from triaxis.engine.run.counters import Counters
 from triaxis.engine.run.inputs import RunInputs, open_inputs, tell_faults, told_inputs
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.run.peak import peak_memory_bytes
-from triaxis.engine.run.plot import plot_run
-from triaxis.engine.run.progress import Progress
+from triaxis.engine.run.plot import LivePicture, plot_run
+from triaxis.engine.run.progress import Progress, opening
 from triaxis.engine.run.rates import Rates
 from triaxis.engine.run.restore import restore, stored_row
+from triaxis.engine.run.resume import continues_here
 from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.weights import first_values
-from triaxis.engine.step import TrainingStep, stage_layers
+from triaxis.engine.step import TrainingStep
 from triaxis.parallel.worlds.agreement import agree
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -113,15 +113,16 @@ class _Run:
         )
         samples = counters.samples + (total_steps - counters.step) * resolved.global_batch
         sources = told_inputs(self._inputs, resolved, config.eval_batches, samples)
+        kept = counters.step if state is not None and continues_here(config) else 0
         with (
             MetricsWriter(
-                self._directory, speaks=self._speaks, report_to=config.report_to, done=counters.step
+                self._directory, speaks=self._speaks, report_to=config.report_to, done=kept
             ) as metrics,
             Progress(
                 total_steps, speaks=self._speaks, logging_steps=config.logging_steps, done=counters.step
             ) as progress,
         ):
-            progress.announce("\n".join([_opening(config, resolved, total_steps, sources), *notes]))
+            progress.announce("\n".join([opening(config, resolved, total_steps, sources), *notes]))
             saver = Saver(
                 config,
                 resolved,
@@ -133,6 +134,8 @@ class _Run:
                 say=progress.announce,
             )
             saver.start(self._directory)
+            if metrics.aside is not None:
+                progress.announce(f"an older run wrote here: its metrics are now {metrics.aside}")
             if counters.step >= total_steps:
                 saver.keep_finished(counters)
             summary = self._train(counters, total_steps, saver, metrics, progress)
@@ -154,6 +157,7 @@ class _Run:
         progress: Progress,
     ) -> Summary:
         rates = Rates(self._config, self._resolved, self._mesh.world, self._training.pipeline.dtype)
+        picture, done = LivePicture(self._directory, speaks=self._speaks), counters.step
         eval_loss: float | None = None
         asked = time_due = 0
         saves = self._resolved.save_strategy != SaveStrategy.NO
@@ -165,8 +169,9 @@ class _Run:
                 except Exception:
                     metrics.write(row)
                     raise
-                row = dataclasses.replace(row, eval_loss=eval_loss)
+                row = dataclasses.replace(row, eval_loss=eval_loss, resumed=counters.step == done + 1 > 1)
                 metrics.write(row)
+                picture.update()
                 progress.update(row)
                 if saves:
                     asked, time_due = agree(self._mesh, self._interruption.signal, int(saver.time_due()))
@@ -274,25 +279,6 @@ class _Run:
 def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
     return config.eval_batches > 0 and (
         done == total_steps or (config.eval_steps is not None and done % config.eval_steps == 0)
-    )
-
-
-def _opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:
-    topology = resolved.topology
-    stages = topology.pp * resolved.virtual_stages
-    cuts = "/".join(str(len(layers)) for layers in stage_layers(resolved.model, stages))
-    experts = f", experts over {topology.ep}" if topology.ep > 1 else ""
-    sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
-    return "\n".join(
-        [
-            f"{resolved.model.name}: {resolved.model.parameters():,} parameters on {topology.world_size} ranks "
-            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}{experts}), {sharding}, {config.dtype}, "
-            f"seed {config.seed}",
-            f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
-            f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}"
-            + (f", layers by stage {cuts}" if stages > 1 else ""),
-            *sources,
-        ]
     )
 
 
