@@ -39,6 +39,8 @@ def advice(config: RunConfig, world_size: int, faults: tuple[str, ...]) -> tuple
 
     Where faults remain that no layout can mend (a missing file), it is only said which layout would pass.
     """
+    if min(config.tp, config.pp, config.cp, config.dp or 1) < 1:
+        return ()
     try:
         model = load_config(config.model)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -146,11 +147,11 @@ def _save_faults(config: RunConfig) -> list[str]:
                     f"`{name}` must be left out with save_strategy no, but is {getattr(config, name)}; "
                     f"use --save_strategy steps"
                 )
-    if config.save_hf is not None and Path(config.save_hf).exists():
+    if config.save_hf is not None and os.path.exists(config.save_hf):
         faults.append(
             f"`save_hf` must be a new folder, but {config.save_hf} exists; name another, or move it away"
         )
-    if config.resume not in (None, "auto", "never") and not Path(config.resume).is_dir():
+    if config.resume not in (None, "auto", "never") and not os.path.isdir(config.resume):
         faults.append(
             f"`resume` must be auto, never, or a folder that holds a checkpoint, but there is no folder "
             f"{config.resume}; check the path"
@@ -336,7 +337,7 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             f"`tokenizer` must be left out with data stdlib, which is bytes, but is {config.tokenizer}; "
             f"name your text with --data"
         )
-    elif config.tokenizer is not None and not Path(config.tokenizer).exists():
+    elif config.tokenizer is not None and not os.path.exists(config.tokenizer):
         faults.append(
             f"`tokenizer` must be a tokenizer.json or a directory that holds one, but {config.tokenizer} does not "
             f"exist; check the path"
@@ -372,7 +373,7 @@ def _tokenizer(config: RunConfig, data: str) -> str | None:
     if config.tokenizer is not None or folder is None or data == "stdlib":
         return config.tokenizer
     names = ("tokenizer.json", "tokenizer_config.json")
-    return folder if any((Path(folder) / name).is_file() for name in names) else None
+    return folder if any(os.path.isfile(Path(folder) / name) for name in names) else None
 
 
 def _missing_data(field: str, data: str) -> list[str]:
@@ -380,7 +381,7 @@ def _missing_data(field: str, data: str) -> list[str]:
         return []
     prefix = data.removesuffix(".bin").removesuffix(".idx")
     needed = [data] if data.endswith(".jsonl") else [f"{prefix}.bin", f"{prefix}.idx"]
-    missing = [path for path in needed if not Path(path).is_file()]
+    missing = [path for path in needed if not os.path.isfile(path)]
     if not missing:
         return []
     return [

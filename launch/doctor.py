@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triaxis.launch.command_line import Claim, Parser, number, whole, within
-from triaxis.launch.ending import Exit, refusal, run_command
+from triaxis.launch.ending import Exit, refusal, refuse, run_command
+from triaxis.launch.writing import add_overwrite, check_target, write_text
 
 if TYPE_CHECKING:
     from triaxis.launch.hardware.machine import Item
@@ -42,12 +43,18 @@ def _parser() -> Parser:
     parser.add_argument(
         "--out", type=Path, default=Path("hardware.toml"), help="the file to write (default: %(default)s)"
     )
+    add_overwrite(parser)
     parser.add_argument("--json", action=Claim, help="print one JSON object instead of tables")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if not options.no_measure:
+        try:
+            check_target(options.out, "out", overwrite=options.overwrite)
+        except ValueError as error:
+            return refuse("doctor", error)
     from triaxis.launch.hardware.machine import inspect_machine  # imports torch
 
     sections = inspect_machine()
@@ -67,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         try:
             rates = measure_machine(ranks, options.seconds)
-            options.out.write_text(_toml(rates), encoding="utf-8")
-        except (OSError, RuntimeError) as error:
+            write_text(options.out, _toml(rates), "out", overwrite=options.overwrite)
+        except (ValueError, OSError, RuntimeError) as error:
             print(refusal("doctor", f"the measurement failed: {error}"), file=sys.stderr)
             return Exit.FAILED
         found["measured"] = _measured(rates) | {"file": str(options.out)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,9 @@ from enum import IntEnum
 from typing import NoReturn
 
 from triaxis.launch.environment import speaks
+
+LONGEST_WORD, SHOWN = 600, 200
+"""Characters of a word, a path for example, that a refusal shows whole, and of a longer one."""
 
 
 class Exit(IntEnum):
@@ -37,7 +41,8 @@ def printable(text: str) -> str:
 
 def refusal(command: str, reason: object) -> str:
     """`triaxis plan: reason`; several reasons stand below it, a line each."""
-    lines = printable(str(reason)).strip().splitlines() or ["no reason was given"]
+    text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: f"{found[0][:SHOWN]}…", str(reason))
+    lines = printable(text).strip().splitlines() or ["no reason was given"]
     return (
         f"triaxis {command}: " + lines[0] if len(lines) == 1 else "\n  ".join([f"triaxis {command}:", *lines])
     )

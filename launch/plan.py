@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Candidate, Plan, Request, search
 from triaxis.launch.planner.table import by_rule, decision_table
 from triaxis.launch.published.recommended import nearest
+from triaxis.launch.writing import check_target, write_text, written_aside
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import PRESETS, load_config
 
@@ -85,6 +85,8 @@ class _Answer:
 
 def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     request = _request(options, hardware)
+    if options.report is not None:
+        check_target(options.report, "report", overwrite=options.overwrite)
     wishes = [parse_wish(text) for text in options.explain]
     plan = search(request)
     chosen = plan.best
@@ -134,14 +136,13 @@ def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Rep
     """Writes what --write and --report ask for; ValueError where a file cannot be written."""
     written: list[str] = []
     if options.write is not None:
-        with _writes("--write", options.write):
-            written += map(str, _write(options, answer))
+        written += map(str, _write(options, answer))
     if options.report is not None:
         from triaxis.launch.pages.report import write_report
 
-        with _writes("--report", options.report):
+        with written_aside(options.report, "report", overwrite=options.overwrite) as draft:
             write_report(
-                options.report,
+                draft,
                 plan=answer.plan,
                 chosen=answer.chosen,
                 job=answer.job,
@@ -153,24 +154,19 @@ def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Rep
     return written
 
 
-@contextmanager
-def _writes(flag: str, target: Path) -> Iterator[None]:
-    """Names the flag whose target cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"`{flag}` must be a place that can be written, but {target} is not: {error.strerror}; give another"
-        ) from error
-
-
 def _write(options: argparse.Namespace, answer: _Answer) -> tuple[Path, ...]:
     cluster = Cluster(image=options.image, claim=options.claim)
-    files = write_artefacts(options.write, answer.job, cluster)
+    try:
+        files = write_artefacts(options.write, answer.job, cluster, overwrite=options.overwrite)
+    except OSError as error:
+        raise ValueError(
+            f"`--write` must be a place that can be written, but {options.write} is not: {error.strerror}; "
+            f"give another"
+        ) from error
     request = answer.plan.request
     if request.name != options.model and request.name.endswith(".toml"):  # a size that is no preset
         path = options.write / request.name
-        path.write_text(model_toml(request.model), encoding="utf-8")
+        write_text(path, model_toml(request.model), "write", overwrite=options.overwrite)
         files += (path,)
     return files
 

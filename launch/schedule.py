@@ -8,6 +8,7 @@ from pathlib import Path
 
 from triaxis.launch.command_line import Parser, one_of, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
+from triaxis.launch.writing import add_overwrite, write_text
 from triaxis.parallel.pipeline.check import check
 from triaxis.parallel.pipeline.draw import draw, summary, svg
 from triaxis.parallel.pipeline.schedule import ScheduleName, make_schedule
@@ -68,6 +69,7 @@ def _parser() -> Parser:
         "--svg", type=Path, nargs="?", const=Path("schedule.svg"), metavar="FILE",
         help="also write the picture to FILE (schedule.svg if no FILE is given)",
     )  # fmt: skip
+    add_overwrite(parser)
     return parser
 
 
@@ -91,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(draw(schedule, coloured=coloured, forward=forward, backward=backward))
         print(summary(schedule, forward=forward, backward=backward))
         if options.svg is not None:
-            options.svg.write_text(svg(schedule, forward=forward, backward=backward), encoding="utf-8")
+            picture = svg(schedule, forward=forward, backward=backward)
+            write_text(options.svg, picture, "svg", overwrite=options.overwrite)
             print(f"wrote {options.svg.resolve()}")
     except (ValueError, OSError) as error:
         return refuse("schedule", error)

@@ -11,7 +11,7 @@ from triaxis.engine.advice import advice
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.launch.command_line import Parser, one_of, whole, within
-from triaxis.launch.ending import Exit, refuse, run_command
+from triaxis.launch.ending import Exit, printable, refuse, run_command
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.jobs.artefacts import (
     GRACE_SECONDS,
@@ -25,6 +25,8 @@ from triaxis.launch.jobs.artefacts import (
     train_job,
 )
 from triaxis.launch.jobs.sbatch_check import check_sbatch
+from triaxis.launch.writing import add_overwrite, write_text
+from triaxis.models.reading import read_small_file
 
 DESCRIPTION = """Writes what starts a run, to standard output or a file. The flags of triaxis.launch.train follow `--`;
 they are checked for the ranks that the script will start, so a run that cannot work is refused here.
@@ -83,6 +85,7 @@ def _common(parser: Parser) -> Parser:
         help="a shell line before the start; repeatable",
     )
     parser.add_argument("--out", type=Path, help="write to this file instead of standard output")
+    add_overwrite(parser)
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of triaxis.launch.train")
     return parser
 
@@ -140,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.out is None:
             sys.stdout.write(text)
         else:
-            options.out.write_text(text, encoding="utf-8")
+            write_text(options.out, text, "out", overwrite=options.overwrite)
             print(f"wrote {options.out}")
     except (ValueError, OSError) as error:
         return refuse(f"script {options.kind}", error)
@@ -203,11 +206,11 @@ def _render(options: argparse.Namespace, job: Job) -> str:
 
 
 def _check(path: Path) -> int:
-    findings = check_sbatch(path.read_text(encoding="utf-8"))
+    findings = check_sbatch(read_small_file(path, "check"))
     for found in findings:
-        print(f"{path}:{found.line}: {'error' if found.fatal else 'note'}: {found.text}")
+        print(f"{printable(str(path))}:{found.line}: {'error' if found.fatal else 'note'}: {found.text}")
     if not findings:
-        print(f"{path}: nothing wrong found")
+        print(f"{printable(str(path))}: nothing wrong found")
     return Exit.FAILED if any(found.fatal for found in findings) else Exit.DONE
 
 

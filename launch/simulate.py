@@ -14,8 +14,9 @@ from triaxis.launch.command_line import Claim, Parser, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import config_of, train_parser
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
+from triaxis.launch.writing import add_overwrite, check_target, written_aside
 
-MOST_GPUS = 1_000_000
+MOST_GPUS, MOST_FACTOR = 1_000_000, 1e6
 
 DESCRIPTION = """What a training run would do on a cluster that you do not have: every rank, message and byte.
 
@@ -38,6 +39,7 @@ class SimulateFlags:
     json: bool
     trace: Path | None
     report: Path | None
+    overwrite: bool
 
 
 def simulate_parser() -> Parser:
@@ -67,6 +69,7 @@ def simulate_parser() -> Parser:
     group.add_argument(
         "--report", type=Path, metavar="FILE", help="write one HTML page with pictures of it all"
     )
+    add_overwrite(parser)
     return parser
 
 
@@ -83,10 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         links = _factors("slow_link", flags.slow_link, resolved.topology.world_size)
         for name in ("trace", "report"):
             path: Path | None = getattr(flags, name)
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(
-                    f"`{name}` must be a file in a folder that exists, but is {path}; make the folder"
-                )
+            if path is not None:
+                check_target(path, name, overwrite=flags.overwrite)
     except ValueError as error:
         return refuse("simulate", error)
     return _run(config, resolved, hardware, flags, slower, links)
@@ -113,7 +114,7 @@ def _factors(name: str, given: Sequence[str], world_size: int) -> dict[int, floa
             number, times = int(rank), float(factor)
         except ValueError:
             number, times = -1, 0.0
-        if not (0 <= number < world_size and times > 0):
+        if not (0 <= number < world_size and 0 < times <= MOST_FACTOR):
             raise ValueError(
                 f"`{name}` must read like 3=1.5, a rank below {world_size} and a factor above 0, but is {text!r}"
             )
@@ -147,11 +148,13 @@ def _run(
     if flags.trace is not None:
         from triaxis.launch.simulator.chrome import write_trace
 
-        write_trace(values, flags.trace)
+        with written_aside(flags.trace, "trace", overwrite=flags.overwrite) as draft:
+            write_trace(values, draft)
     if flags.report is not None:
         from triaxis.launch.simulator.report import write_report
 
-        write_report(values, flags.report)
+        with written_aside(flags.report, "report", overwrite=flags.overwrite) as draft:
+            write_report(values, draft)
     if not simulation.proof.holds:
         print(smallest_fault(config, resolved, documents=flags.documents) or "", file=sys.stderr, flush=True)
     if flags.json:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         held = claim_directory(run_directory(config)) if launch.rank == 0 else None
     except LaunchError as error:  # not the same on all ranks
         return refuse("train", error)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if speaking:
             return refuse("train", error)
         _leave_to_rank_0(read_launch(os.environ), error)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_processes(config, resolved, launch)
 
 
-def _leave_to_rank_0(launch: Launch, error: ValueError) -> None:
+def _leave_to_rank_0(launch: Launch, error: Exception) -> None:
     """What this rank alone may have found (a file that its machine lacks) is told by rank 0, if that has not ended.
 
     If rank 0 has found it too, it has spoken and ended, and the launcher ends this process while torch still loads.

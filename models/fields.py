@@ -187,6 +187,9 @@ _KINDS: dict[str, type[StrEnum]] = {
     "positions": PositionKind,
     "activation": ActivationKind,
 }
+MOST, MOST_LAYERS = 10**9, 10**5
+"""Beyond any model that there is."""
+
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -211,7 +214,10 @@ def config_from_fields(values: Mapping[str, Any], origin: str) -> ModelConfig:
             f"{origin}: a model must have {', '.join(f'`{name}`' for name in missing)}; add them"
         )
     checked = {name: _value(name, str(known[name].type), values[name], origin) for name in values}
-    return DenseFields(**checked).composed()
+    try:
+        return DenseFields(**checked).composed()
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
 
 
 def _value(name: str, annotation: str, value: object, origin: str) -> Any:  # noqa: ANN401 - any field's type
@@ -224,4 +230,16 @@ def _value(name: str, annotation: str, value: object, origin: str) -> Any:  # no
     types = _TYPES[annotation]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ValueError(f"{origin}: `{name}` must be of type {annotation}, but is {value!r}")
+    if (
+        name == "name"
+        and isinstance(value, str)
+        and (not value.isprintable() or {*"[]"} & {*value} or not value)
+    ):
+        raise ValueError(f"{origin}: `name` must be printable text without [ and ], but is {value[:40]!r}")
+    if isinstance(value, (int, float)) and not -MOST <= value <= MOST:  # which is false for nan, too
+        raise ValueError(
+            f"{origin}: `{name}` must be a finite number of at most {MOST:,}, but is {str(value)[:40]}"
+        )
+    if name == "layers" and isinstance(value, int) and value > MOST_LAYERS:
+        raise ValueError(f"{origin}: `{name}` must be at most {MOST_LAYERS:,}, but is {value}")
     return float(value) if float in types and isinstance(value, int) else value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from triaxis.models.fields import PositionKind, config_from_fields, dense_model
 from triaxis.models.huggingface.families import CONFIG, attention_window, model_of, read_config
 from triaxis.models.kinds import ActivationKind
 from triaxis.models.mixtures import MIXTURES
+from triaxis.models.reading import read_small_file
 
 _SUFFIXES = (".toml", ".json")
 
@@ -183,7 +185,7 @@ def load_config(name_or_path: str) -> ModelConfig:
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     path = Path(name_or_path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / CONFIG
     if path.suffix not in _SUFFIXES:
         near = difflib.get_close_matches(name_or_path.lower(), PRESETS, n=3, cutoff=0.3)
@@ -192,14 +194,10 @@ def load_config(name_or_path: str) -> ModelConfig:
             f"but is {name_or_path!r}; "
             + (f"nearest presets: {', '.join(near)}" if near else f"presets: {', '.join(PRESETS)}")
         )
+    text = read_small_file(path, "model")
     try:
-        text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise ValueError(
-            f"`model` must be a file that can be read, but {path}: {error.strerror}; check the path"
-        ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be valid {path.suffix[1:].upper()}, but: {error}") from error
     if not isinstance(values, dict):  # JSON may hold a list
         raise ValueError(f"{path} must hold one object of model fields, but holds {type(values).__name__}")
@@ -211,7 +209,7 @@ def load_config(name_or_path: str) -> ModelConfig:
 def window_of(name_or_path: str) -> int | None:
     """The tokens that attention may look back at most, where a Hugging Face configuration says so; else None."""
     path = Path(name_or_path)
-    path = path / CONFIG if path.is_dir() else path
+    path = path / CONFIG if os.path.isdir(path) else path
     if name_or_path in PRESETS or path.suffix != ".json":
         return None
     return attention_window(read_config(path))

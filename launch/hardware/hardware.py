@@ -12,9 +12,13 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+from triaxis.models.reading import read_small_file
+
 _FOLDER = Path(__file__).parent
 _CURVE_FLOPS = tuple(10.0**exponent for exponent in range(6, 16))
 MEASURED = "measured"
+
+MOST_PER_NODE = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +144,8 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"but is {name_or_path!r}{_nearest(name_or_path, presets)}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = tomllib.loads(read_small_file(path, "hardware"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"`hardware` must name a readable TOML file, but is {name_or_path!r}: {error}; "
             "write one with `triaxis doctor`"
@@ -259,14 +262,18 @@ def _number(value: object, field: str, origin: str, *, positive: bool = False) -
 
 
 def _count(value: object, field: str, origin: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{origin}: `{field}` must be a whole number of at least 1, but is {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_PER_NODE:
+        raise ValueError(
+            f"{origin}: `{field}` must be a whole number from 1 to {MOST_PER_NODE:,}, but is {str(value)[:40]}"
+        )
     return value
 
 
 def _text(value: object, field: str, origin: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{origin}: `{field}` must be a text, but is {value!r}")
+    if not value.isprintable() or (field == "name" and {*"[]"} & {*value}):
+        raise ValueError(f"{origin}: `{field}` must be printable text without [ and ], but is {value[:40]!r}")
     return value
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.launch.jobs.sbatch import render_sbatch
+from triaxis.launch.writing import check_target, write_text
 
 PROGRAM = "triaxis.launch.train"
 SHUTDOWN_SECONDS = 240
@@ -292,10 +293,12 @@ def _pod(job: Job, cluster: Cluster, container: str) -> dict[str, Any]:
     }
 
 
-def write_artefacts(directory: Path, job: Job, cluster: Cluster) -> tuple[Path, ...]:
+def write_artefacts(
+    directory: Path, job: Job, cluster: Cluster, *, overwrite: bool = False
+) -> tuple[Path, ...]:
     """Writes every form of the job into the folder, with the flags that let it resume; what was written.
 
-    Raises OSError where it cannot.
+    Raises OSError or ValueError where it cannot.
     """
     job = replace(job, flags=(*job.flags, *recovery_flags(job.flags)))
     directory.mkdir(parents=True, exist_ok=True)
@@ -305,8 +308,10 @@ def write_artefacts(directory: Path, job: Job, cluster: Cluster) -> tuple[Path, 
         "pytorchjob.yaml": pytorch_job(job, cluster),
         "trainjob.yaml": train_job(job, cluster),
     }
+    for name in files:  # all of them, or none
+        check_target(directory / name, "write", overwrite=overwrite)
     for name, text in files.items():
-        (directory / name).write_text(text, encoding="utf-8")
+        write_text(directory / name, text, "write", overwrite=overwrite)
     return tuple(directory / name for name in files)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from triaxis.launch.command_line import Claim, Parser, number, one_of, shown, whole, within
 from triaxis.launch.hardware.hardware import hardware_names
+from triaxis.launch.writing import add_overwrite
 
 DESCRIPTION = """Which layout, will it fit, how fast, how long, for how much, and the command that starts it.
 
@@ -105,6 +106,7 @@ def plan_parser() -> Parser:
     how.add_argument(
         "--write", type=Path, metavar="DIR", help="write start scripts and manifests (also triaxis script)"
     )
+    add_overwrite(parser)
     how.add_argument("--image", default="triaxis:latest", help="of the manifests (default: %(default)s)")
     how.add_argument(
         "--claim", default="triaxis-data", help="their persistent volume claim (default: %(default)s)"

@@ -7,6 +7,8 @@ its model is publicly known to be; nothing depends on which source it comes from
 from __future__ import annotations
 
 import csv
+import io
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,6 +39,7 @@ from triaxis.launch.planner.layout import (
 )
 from triaxis.launch.planner.memory import memory
 from triaxis.launch.planner.shapes import Latent, Shape
+from triaxis.models.reading import read_small_file
 
 REACHED: Final = 0.94  # of a network card's line rate
 ROUTERS_IMBALANCE: Final = 1.2
@@ -119,14 +122,32 @@ class Run:
     sixteen_bit: bool
 
 
+MOST_COUNT = 10**12
+ONE_OR_MORE = {
+    "gpus",
+    "heads",
+    "hidden",
+    "layers",
+    "kv_heads",
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "micro_batch",
+    "seq_len",
+    "vocab",
+    "global_batch",
+}
+
+
 def read_runs(path: Path) -> tuple[tuple[Run, ...], tuple[str, ...]]:
     """The runs of a CSV file that say enough to be predicted, and why each other row was left out."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            columns = set(reader.fieldnames or ())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reader = csv.DictReader(io.StringIO(read_small_file(path, "file"), newline=""))
+        rows = list(reader)
+        columns = set(reader.fieldnames or ())
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"`file` must be a readable CSV file, but {path} is not: {error}") from error
     missing = sorted({*REQUIRED, "source_title", "model"} - columns)
     if missing:
@@ -148,6 +169,9 @@ def run_of(row: Mapping[str, str]) -> Run:
     for column in REQUIRED:
         if not row.get(column):
             raise ValueError(f"`{column}` must be given, but is empty")
+    for column, text in row.items():
+        if isinstance(text, str) and not text.isprintable():
+            raise ValueError(f"`{column}` must be printable text, but is {text[:40]!r}")
     shape = _shape(row)
     layout = _layout(row, shape)
     precision = row.get("precision_class") or "fp16/bf16"
@@ -179,17 +203,24 @@ def _integer(row: Mapping[str, str], column: str, otherwise: int) -> int:
     if not text:
         return otherwise
     try:
-        return int(float(text))
+        value = float(text)
     except ValueError as error:
-        raise ValueError(f"`{column}` must be a number, but is {text!r}") from error
+        raise ValueError(f"`{column}` must be a number, but is {text[:40]!r}") from error
+    if not 0 <= value <= MOST_COUNT or (column in ONE_OR_MORE and value < 1):
+        least = 1 if column in ONE_OR_MORE else 0
+        raise ValueError(f"`{column}` must be from {least} to {MOST_COUNT:,}, but is {text[:40]!r}")
+    return int(value)
 
 
 def _real(row: Mapping[str, str], column: str) -> float | None:
     text = row.get(column, "")
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError as error:
-        raise ValueError(f"`{column}` must be a number, but is {text!r}") from error
+        raise ValueError(f"`{column}` must be a number, but is {text[:40]!r}") from error
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"`{column}` must be finite and more than 0, but is {text[:40]!r}")
+    return value
 
 
 def _shape(row: Mapping[str, str]) -> Shape:

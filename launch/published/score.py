@@ -221,6 +221,7 @@ def _row(row: Scored) -> dict[str, Any]:
 def print_score(found: Score) -> None:
     """Tables for people: rows, sources, all."""
     from rich.console import Console  # noqa: PLC0415  (not for --json)
+    from rich.markup import escape
     from rich.table import Table  # noqa: PLC0415
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -240,8 +241,8 @@ def print_score(found: Score) -> None:
         star = "" if row.run.complete_throughput else "*"
         measured, used = row.run.measured_tokens_per_s_per_gpu, row.run.measured_memory_bytes
         rows.add_row(
-            row.run.source[:40],
-            row.run.name,
+            escape(row.run.source[:40]),
+            escape(row.run.name),
             f"{row.tokens_per_s_per_gpu:.0f}",
             f"{measured:.0f}{star}" if measured else "",
             _signed(row.throughput_error),
@@ -262,7 +263,8 @@ def print_score(found: Score) -> None:
     console.print(table)
     if found.left_out:
         console.print(
-            f"{len(found.left_out)} rows say too little to be predicted; first: {found.left_out[0]}"
+            f"{len(found.left_out)} rows say too little to be predicted; first: {found.left_out[0]}",
+            markup=False,
         )
 
 
@@ -278,13 +280,15 @@ def _summary(
     keeps: Callable[[Scored], bool],
 ) -> None:
     speed, space = found.throughput(keeps), found.memory(keeps)
+    from rich.markup import escape
+
     mine = [choice.regret for choice in choices if name in (choice.source, "all")]
     cells = []
     for errors in (speed, space):
         shares = ["" if share is None else f"{share:.1%}" for share in (errors.mean, errors.median)]
         cells += [str(errors.rows), *shares]
     table.add_row(
-        name, *cells, str(len(mine)) if mine else "", f"{statistics.mean(mine):.1%}" if mine else ""
+        escape(name), *cells, str(len(mine)) if mine else "", f"{statistics.mean(mine):.1%}" if mine else ""
     )
 
 
