@@ -17,14 +17,11 @@ from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction
 from triaxis.parallel.layers.declare import declare, layouts_of
 from triaxis.parallel.layers.gradient import rows_gradient, weight_gradient
+from triaxis.parallel.layers.loss_chunks import KEPT_LOGITS, chunk_tokens
 from triaxis.parallel.places.layout import ParameterLayout, slab
 from triaxis.parallel.worlds.group import Group
 
 IGNORED_LABEL = -100
-CHUNK_LOGITS, CHUNK_TOKENS = 1 << 22, 512
-"""Logits held at once, and the tokens that a chunk has at least: each chunk reads the whole head again."""
-KEPT_LOGITS = 1 << 18
-"""Exponentials kept for backward at most (2 MB in fp64): of small models a second product would cost more."""
 
 
 def vocabulary_parameter(
@@ -113,8 +110,8 @@ class VocabParallelEmbedding(nn.Module):
         )
 
 
-def _chunks(tokens: int, rows: int, chunk_logits: int) -> range:
-    return range(0, tokens, max(1, min(tokens, chunk_logits // max(rows, 1))))
+def _chunks(tokens: int, chunk: int) -> range:
+    return range(0, tokens, max(1, min(tokens, chunk)))
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -140,7 +137,7 @@ class _CrossEntropy(Function):
         valid: int,
         group: Group,
         sequence_parallel: bool,
-        chunk_logits: int,
+        chunk: int,
     ) -> Tensor:
         whole_TD = gather(hidden_TD, group) if sequence_parallel else hidden_TD
         weight_VD, tokens = weight[:valid], whole_TD.shape[0]
@@ -150,7 +147,7 @@ class _CrossEntropy(Function):
         dtype = _accumulation_dtype(whole_TD.dtype)
         largest_T = torch.full((tokens,), -torch.inf, dtype=dtype, device=whole_TD.device)
         sums_2T = torch.zeros(2, tokens, dtype=dtype, device=whole_TD.device)
-        steps = _chunks(tokens, valid, chunk_logits)
+        steps = _chunks(tokens, chunk)
         kept_TV: Tensor | None = None
         for first in steps if valid else ():  # a rank may have nothing but padding
             part = slice(first, first + steps.step)
@@ -172,7 +169,7 @@ class _CrossEntropy(Function):
         weight_T = (labels_T != IGNORED_LABEL).to(dtype).mul_(scale)
         ctx.save_for_backward(hidden_TD, rows_T, here_T, lse_T, weight_T, local_T.sub_(lse_T).exp_(), kept_TV)
         ctx.weight, ctx.valid, ctx.group = weight, valid, group
-        ctx.sequence_parallel, ctx.chunk_logits = sequence_parallel, chunk_logits
+        ctx.sequence_parallel, ctx.chunk = sequence_parallel, chunk
         return torch.dot(lse_T - sums_2T[1], weight_T)
 
     @staticmethod
@@ -186,7 +183,7 @@ class _CrossEntropy(Function):
         # Chunks write all of it, but a rank without a row of the vocabulary has no chunk.
         grad_TD = torch.zeros_like(whole_TD) if valid == 0 else torch.empty_like(whole_TD)
         grad_weight: Tensor | None = None
-        steps = _chunks(whole_TD.shape[0], valid, ctx.chunk_logits)
+        steps = _chunks(whole_TD.shape[0], ctx.chunk)
         for first in steps if valid else ():
             part = slice(first, first + steps.step)
             if (
@@ -234,7 +231,7 @@ class VocabParallelHead(nn.Module):
             else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
         )
         self.start, self.valid = _rows_held(self.weight)
-        self.chunk_logits = chunk_logits or max(CHUNK_LOGITS, CHUNK_TOKENS * self.valid)
+        self.chunk_tokens = chunk_tokens(self.valid, chunk_logits)
 
     def forward(self, hidden_TD: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:
         """The sum of the trained tokens' losses times `scale` (a scalar tensor), the same on every tensor rank."""
@@ -251,7 +248,7 @@ class VocabParallelHead(nn.Module):
             self.valid,
             self.group,
             self.sequence_parallel,
-            self.chunk_logits,
+            self.chunk_tokens,
         )
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from triaxis.parallel.pipeline.limits import SENDS_UNDER_WAY
 from triaxis.parallel.pipeline.schedule import (
     Action,
     Compute,
@@ -21,8 +22,6 @@ from triaxis.parallel.pipeline.schedule import (
     make_forward_schedule,
 )
 from triaxis.parallel.worlds.group import Group, Work
-
-SENDS_UNDER_WAY = 4  # tensors that a rank keeps for its peers; waiting earlier is safe, only slower
 
 
 class PipelineChunk(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from itertools import accumulate
 
 
 def partition_layers(
@@ -29,6 +31,8 @@ def partition_layers(
         raise ValueError(f"`layer_cost` must have one cost for each of {layers} layers, but has {len(costs)}")
     if min(*costs, first_extra, last_extra, 0.0) < 0:
         raise ValueError("`layer_cost`, `first_extra` and `last_extra` must not be negative")
+    if len(set(costs)) == 1 and costs[0] > 0:
+        return _cut_alike(layers, parts, first_extra / costs[0], last_extra / costs[0])
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
@@ -43,6 +47,21 @@ def _refuse_impossible(layers: int, parts: int) -> None:
             f"`parts` (pipeline ranks × virtual stages) must be at most the number of layers, "
             f"but is {parts} for {layers} layers; use at most {layers} parts or at least {parts} layers"
         )
+
+
+def _cut_alike(layers: int, parts: int, first: float, last: float) -> tuple[range, ...]:
+    """Layers of one cost: each goes to the part that is cheapest so far, which is as good as trying all cuts."""
+    counts, costs = [1] * parts, [1.0] * parts
+    costs[0] += first
+    costs[-1] += last
+    cheapest = [(cost, part) for part, cost in enumerate(costs)]
+    heapify(cheapest)
+    for _ in range(layers - parts):
+        cost, part = cheapest[0]
+        counts[part] += 1
+        heapreplace(cheapest, (cost + 1, part))
+    stops = list(accumulate(counts))
+    return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
 def _cut(before: list[float], parts: int, first_extra: float, last_extra: float) -> tuple[range, ...]:

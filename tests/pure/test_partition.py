@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from triaxis.parallel.places import partition
 from triaxis.parallel.places.partition import partition_layers, partition_stages
 
 
@@ -64,3 +65,11 @@ def test_refuses_impossible_numbers() -> None:
         partition_layers(3, 4)
     with pytest.raises(ValueError, match="one cost for each of 3 layers, but has 2"):
         partition_layers(3, 2, layer_cost=[1.0, 2.0])
+
+
+@pytest.mark.parametrize("first", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("last", [0.0, 0.648, 0.7, 1.0, 3.2])
+def test_layers_alike_are_cut_as_if_all_cuts_were_tried(first: float, last: float) -> None:
+    for layers, parts in ((8, 3), (13, 4), (30, 4), (32, 8), (9, 9), (7, 1), (41, 6)):
+        tried = partition._cut([float(place) for place in range(layers + 1)], parts, first, last)
+        assert partition_layers(layers, parts, first_extra=first, last_extra=last) == tried
