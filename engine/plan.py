@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from triaxis.engine.config import DataParallel, ResolvedRun, RunConfig
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.places.partition import partition_layers
 from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS
 
 
@@ -92,6 +94,15 @@ class StepPlan:
     def summed(self) -> Precision:
         """What gradients are summed in."""
         return self.accumulate_dtype or Precision(self.dtype).summed
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
+    """The layers of each model stage, cut by parameters: the head weighs as much as its share of the first layer."""
+    first = model.layer_parameters()
+    costs = [model.layer_parameters(layer) / first for layer in range(model.layers)]
+    head = model.embedding_parameters() / first
+    return partition_layers(model.layers, stages, layer_cost=costs, first_extra=0.0, last_extra=head)
 
 
 def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from triaxis.engine.balance import Balance, Load
 from triaxis.engine.config import DataParallel as DataParallelKind
 from triaxis.engine.optimizer import ShardOptimizer
-from triaxis.engine.plan import Precision, StepPlan
+from triaxis.engine.plan import Precision, StepPlan, stage_layers
 from triaxis.models.batch import Batch, Inputs, Output
 from triaxis.models.builder import Stage, build_model
-from triaxis.models.config import ModelConfig
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import states_of
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.schedule import lower, make_schedule
-from triaxis.parallel.places.partition import partition_layers
 from triaxis.parallel.replicas.data_parallel import DataParallel
 from triaxis.parallel.replicas.initialize import Fill, initialize_piece
 from triaxis.parallel.replicas.zero import ZeroDataParallel
@@ -83,15 +81,6 @@ class _Chunk:
 
     def after_backward(self, microbatch: int) -> None:
         self._step.data_parallel.finish_backward(self._index)
-
-
-@lru_cache(maxsize=64)
-def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
-    """The layers of each model stage, cut by parameters: the head weighs as much as its share of the first layer."""
-    first = model.layer_parameters()
-    costs = [model.layer_parameters(layer) / first for layer in range(model.layers)]
-    head = model.embedding_parameters() / first
-    return partition_layers(model.layers, stages, layer_cost=costs, first_extra=0.0, last_extra=head)
 
 
 def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from triaxis.engine.config import DataParallel, ResolvedRun, RunConfig
+from triaxis.engine.plan import stage_layers
 from triaxis.engine.run.metrics import StepRow
-from triaxis.engine.step import stage_layers
 
 
 class Progress:

@@ -6,7 +6,7 @@ between do what one before them did, so its recorded segments stand in for their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,8 +232,12 @@ def record_step(
     repeat: bool,
     batches: Sequence[Batch],
     known: Known | None = None,
+    watch: Callable[[TrainingStep, Recorder], None] | None = None,
 ) -> tuple[Program, TrainingStep, Meter]:
-    """The program of the world's rank in a step of a run under way (its second): events, bytes, rules."""
+    """The program of the world's rank in a step of a run under way (its second): events, bytes, rules.
+
+    watch: is given the step before it runs, to hook what it wants to see, and the recorder of its events
+    """
     recorder = Recorder()
     world = RecordingWorld(inner, recorder)
     meter = Meter(recorder, dry=dry, known=known)
@@ -260,6 +264,8 @@ def record_step(
         step.pipeline.chunks = tuple(
             TracedChunk(chunk, index, models, tape) for index, chunk in enumerate(step.pipeline.chunks)
         )
+        if watch is not None:
+            watch(step, recorder)
         step.train(batches, 1e-3)
         step.pipeline.chunks, step.losses = (), ()  # a step's losses are kept for whoever asks after it
         tape.cut(UPDATE, MemoryKind.TEMPORARIES)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.agreement import LENGTH, MODEL, sequences
-from triaxis.engine.plan import StepPlan, UpdateRule
-from triaxis.engine.step import StepResult, TrainingStep, build_stages, stage_layers
+from triaxis.engine.plan import StepPlan, UpdateRule, stage_layers
+from triaxis.engine.step import StepResult, TrainingStep, build_stages
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.parallel.kernels.attention import Documents
 from triaxis.parallel.places.topology import Topology

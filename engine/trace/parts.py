@@ -1,0 +1,354 @@
+"""What the parts of the engine do, each recorded by a dry run of a model of two layers a kind: no part is told twice.
+
+A step of any size is made of few parts: the embedding, a layer of each kind, the head with its loss, and the update.
+Here the engine's own step runs on one rank of such a small model, every parameter in a bucket of its own, so that each
+reduction marks the moment at which one gradient is whole. What is recorded between two marks is a `Segment`, as in
+every other trace, and is priced as such; whoever plans puts the parts together (launch/planner/).
+
+    forward     [ embedding ][ layer ][ layer ][ head ]         a part begins where its unit is called
+    backward    [ head ][ layer ][ layer ][ embedding ]         a piece ends where a gradient is whole
+
+The layer told is the second one: what comes before it and after it is a layer too, as almost everywhere in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import nn
+
+from triaxis.engine.plan import StepPlan
+from triaxis.engine.step import TrainingStep
+from triaxis.engine.trace.meter import Known
+from triaxis.engine.trace.rank import imagined_batches, record_step
+from triaxis.models.config import ModelConfig
+from triaxis.models.kinds import Kind
+from triaxis.parallel.layers.declare import layouts_of
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.programs.operation import Operation
+from triaxis.parallel.programs.program import (
+    PIPELINE,
+    UPDATE,
+    Communicate,
+    Compute,
+    Event,
+    MemoryCurve,
+    MemoryKind,
+    Program,
+    Segment,
+)
+from triaxis.parallel.replicas.zero import ZeroDataParallel
+from triaxis.parallel.worlds.mesh import Mesh
+from triaxis.parallel.worlds.recording import Recorder
+from triaxis.parallel.worlds.trace import TraceWorld
+
+LAYERS = 2
+"""Of each kind: the first is what comes before the second, which is the one told."""
+REPLICAS = 2
+"""Ranks of dp in the small run: as few as make reductions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter as a rank holds it.
+
+    partial: the ranks of each group over which its gradient is summed besides dp
+    shared: by two units, the head being the first in backward; tied: to one on another stage
+    """
+
+    elements: int
+    partial: tuple[tuple[int, ...], ...]
+    shared: bool
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of a unit's backward pass, at the end of which some gradients are whole.
+
+    completes: places of the parameters in the unit's `parameters`, or in its `root` ones, counted on from those
+    """
+
+    segment: Segment
+    completes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one unit does for one microbatch: parameters that are gathered and reduced together, and their use.
+
+    root: parameters that belong to no unit, or to two, and whose gradient is whole in this one's backward pass
+    """
+
+    forward: Segment
+    backward: tuple[Piece, ...]
+    parameters: tuple[Parameter, ...]
+    root: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a model on a rank.
+
+    start: what every chunk's forward pass begins with; layers: by kind
+    table_bytes: that every chunk holds besides model states, such as rotary tables
+    """
+
+    start: Segment
+    embedding: Part
+    layers: dict[Kind, Part]
+    head: Part
+    table_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of model states for each element of a bucket, before any are sharded."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """What comes after a step's backward passes: operations of all buckets together.
+
+    microbatches: of the step; begin: operations before the first of them
+    buckets, elements: of the rank's shards; before: up to the norm and the update; copies: masters to parameters
+    """
+
+    states: States
+    microbatches: int
+    begin: tuple[Compute, ...]
+
+    buckets: int
+    elements: int
+    before: tuple[Compute, ...]
+    copies: tuple[Compute, ...]
+
+
+def small_model(model: ModelConfig) -> ModelConfig:
+    """The model with two layers of each of its kinds and nothing else; ends, sizes and norms as they are."""
+    kinds = tuple(kind for kind in model.kinds() for _ in range(LAYERS))
+    return replace(model, layers=len(kinds), leading=kinds, repeating=kinds[-1:])
+
+
+def trace_parts(plan: StepPlan, tp: int, known: Known, *, further: bool = False) -> Parts:
+    """The parts of the plan's step on the first of `tp` tensor ranks, for one microbatch of its size.
+
+    further: of a microbatch whose gradients are added to those of one before it
+    """
+    microbatches = 2 if further else 1
+    small = replace(
+        plan, model=small_model(plan.model), microbatches=microbatches, zero=0, bucket_elements=1, seed=None
+    )
+    marks: list[int] = []
+    program, step = _run(small, tp, known, marks)
+    last = microbatches - 1
+    forward, offset = _step(program, f"0F{last}")
+    starts = [mark - offset for mark in marks if offset <= mark <= offset + len(forward.events)]
+    backward, _ = _step(program, f"0B{last}")
+    return _assembled(plan, program, step, _cut(forward, starts), backward)
+
+
+def trace_update(plan: StepPlan, known: Known, *, bucket_elements: int, microbatches: int) -> Updates:
+    """What stands around the microbatches where optimizer states alone are sharded. The model should be small: whose
+    elements are updated makes no difference."""
+    small = replace(
+        plan,
+        model=small_model(plan.model),
+        microbatches=microbatches,
+        zero=1,
+        bucket_elements=bucket_elements,
+        seed=None,
+    )
+    program, step = _run(small, 1, known, [])
+    segment, _ = _step(program, UPDATE)
+    gathers = [place for place, event in enumerate(segment.events) if _gathers(event)]
+    first = gathers[0] if gathers else len(segment.events)
+    while first and isinstance(event := segment.events[first - 1], Compute) and event.operation == "copy_":
+        first -= 1  # the copy that is gathered first
+    buckets = step.data_parallel.buckets
+    elements = sum(bucket.master.numel() for bucket in buckets)
+    held = step.state_bytes()
+    return Updates(
+        states=States(
+            parameters=held["parameters"] / (REPLICAS * elements),
+            gradients=held["gradients"] / (REPLICAS * elements),
+            optimizer=(held["masters"] + held["moments"]) / elements,
+        ),
+        microbatches=microbatches,
+        begin=tuple(event for event in _step(program, PIPELINE)[0].events if isinstance(event, Compute)),
+        buckets=len(buckets),
+        elements=elements,
+        before=tuple(event for event in segment.events[:first] if isinstance(event, Compute)),
+        copies=tuple(event for event in segment.events[first:] if isinstance(event, Compute)),
+    )
+
+
+def _gathers(event: Event) -> bool:
+    return isinstance(event, Communicate) and event.operation is Operation.ALL_GATHER and event.group == "dp"
+
+
+def _run(plan: StepPlan, tp: int, known: Known, marks: list[int]) -> tuple[Program, TrainingStep]:
+    """The step of the first rank; marks: fills with the events before which a layer, or the head, is called."""
+    topology = Topology(tp=tp, dp=REPLICAS)
+    world = TraceWorld(0, topology.world_size)
+
+    def watch(step: TrainingStep, recorder: Recorder) -> None:
+        def note(_module: nn.Module, _inputs: object, _output: object = None) -> None:
+            marks.append(len(recorder.events))
+
+        blocks = [block for stage in step.stages for block in stage.blocks]
+        for block in blocks:
+            block.register_forward_pre_hook(note)
+        blocks[-1].register_forward_hook(note)
+        for stage in step.stages:
+            if stage.embedding is not None:
+                stage.embedding.register_forward_pre_hook(note)
+
+    program, step, _ = record_step(
+        plan,
+        topology,
+        world,
+        dry=True,
+        repeat=False,
+        batches=imagined_batches(plan, documents=False),
+        known=known,
+        watch=watch,
+    )
+    return program, step
+
+
+def _step(program: Program, label: str) -> tuple[Segment, int]:
+    """The segment of a step, and how many events come before it (setting up is not counted)."""
+    before = 0
+    for step in program.steps[1:]:
+        if step.label == label:
+            return step.segment, before
+        before += len(step.segment.events)
+    raise ValueError(f"the program has no step {label}")
+
+
+def _cut(segment: Segment, starts: Sequence[int]) -> list[Segment]:
+    """The segment in pieces that begin at the events `starts`; the first one is what comes before them."""
+    bounds = [0, *starts, len(segment.events)]
+    return [
+        _slice(segment, start, stop, first=start == 0, last=number == len(starts))
+        for number, (start, stop) in enumerate(pairwise(bounds))
+    ]
+
+
+def _slice(segment: Segment, start: int, stop: int, *, first: bool, last: bool, skip: int = 0) -> Segment:
+    """Events [start, stop) without the first `skip`; a change of memory on a border is the earlier piece's."""
+    memory = segment.memory
+    chosen = [
+        place
+        for place, event in enumerate(memory.places)
+        if (event > start or first) and (event <= stop or last)
+    ]
+    return Segment(
+        segment.events[start + skip : stop],
+        MemoryCurve(
+            tuple(max(0, memory.places[place] - start - skip) for place in chosen),
+            tuple(memory.kinds[place] for place in chosen),
+            tuple(memory.deltas[place] for place in chosen),
+        ),
+    )
+
+
+def _is_reduction(event: Event) -> bool:
+    return isinstance(event, Communicate) and event.gradient >= 0
+
+
+def _backward_pieces(backward: Segment) -> list[tuple[Segment, int]]:
+    """The pieces of a backward pass, each with the bucket that is whole at its end (-1: none)."""
+    marks = [place for place, event in enumerate(backward.events) if _is_reduction(event)]
+    found: list[tuple[Segment, int]] = []
+    start = 0
+    for mark in marks:
+        event = backward.events[mark]
+        assert isinstance(event, Communicate)
+        piece = _slice(backward, start, mark, first=start == 0, last=False, skip=1 if start else 0)
+        found.append((piece, event.gradient))
+        start = mark
+    rest = _slice(backward, start, len(backward.events), first=start == 0, last=True, skip=1 if start else 0)
+    return [*found, (rest, -1)]
+
+
+def _assembled(
+    plan: StepPlan, program: Program, step: TrainingStep, forward: list[Segment], backward: Segment
+) -> Parts:
+    """forward: what comes before the embedding, the embedding, each layer, and the head."""
+    data_parallel = step.data_parallel
+    assert isinstance(data_parallel, ZeroDataParallel)
+    (stage,) = step.stages
+    blocks = list(stage.blocks)
+    unit_of: dict[int, int] = {}  # 0: the embedding; then the layers; then the head
+    uses: dict[int, int] = {}
+    for number, module in enumerate([stage.embedding, *blocks, stage.head]):
+        assert module is not None
+        for parameter in module.parameters():
+            unit_of[id(parameter)] = number
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    units = len(blocks) + 2
+    own: list[list[Parameter]] = [[] for _ in range(units)]
+    root: list[list[Parameter]] = [[] for _ in range(units)]
+    pieces: list[list[tuple[Segment, tuple[int, bool] | None]]] = [[] for _ in range(units)]
+    places: dict[int, tuple[int, bool, int]] = {}
+    order = _backward_pieces(backward)
+    under_way = units - 1
+    for _, bucket in order:  # a unit's backward pass ends with its last gradient
+        if bucket < 0:
+            continue
+        (member,) = data_parallel.buckets[bucket].members
+        alone = uses.get(id(member), 0) == 1
+        under_way = unit_of[id(member)] if alone else (under_way if under_way == units - 1 else 0)
+        places[bucket] = under_way, alone, 0
+    for number, held in enumerate(data_parallel.buckets):  # in the order in which buckets are filled
+        unit, alone, _ = places[number]
+        members = own[unit] if alone else root[unit]
+        places[number] = unit, alone, len(members)
+        (member,) = held.members
+        members.append(_parameter(member, step.mesh, shared=uses.get(id(member), 0) > 1))
+    for segment, bucket in order:
+        if bucket < 0:
+            pieces[0].append((segment, None))
+            continue
+        unit, alone, place = places[bucket]
+        pieces[unit].append((segment, (place, alone)))
+
+    def part(unit: int) -> Part:
+        return Part(
+            forward=forward[unit + 1],
+            backward=tuple(
+                Piece(
+                    segment=segment,
+                    completes=() if told is None else (told[0] if told[1] else len(own[unit]) + told[0],),
+                )
+                for segment, told in pieces[unit]
+            ),
+            parameters=tuple(own[unit]),
+            root=tuple(root[unit]),
+        )
+
+    kinds = list(plan.model.kinds())
+    return Parts(
+        start=forward[0],
+        embedding=part(0),
+        layers={kind: part(LAYERS * (number + 1)) for number, kind in enumerate(kinds)},
+        head=part(units - 1),
+        table_bytes=(program.held or {}).get(MemoryKind.OTHER, 0),
+    )
+
+
+def _parameter(parameter: nn.Parameter, mesh: Mesh, *, shared: bool) -> Parameter:
+    names = {name for layout in layouts_of(parameter) for name in layout.partial}
+    return Parameter(
+        elements=parameter.numel(),
+        partial=tuple(sorted(mesh.groups[name].ranks for name in names if mesh.groups[name].size > 1)),
+        shared=shared,
+    )
