@@ -10,11 +10,13 @@ from pathlib import Path
 
 from triaxis.engine.advice import resolve_or_advise
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
+from triaxis.engine.plan import StepPlan, step_plan
 from triaxis.launch.command_line import Claim, Parser, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import config_of, train_parser
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
 from triaxis.launch.writing import add_overwrite, check_target, written_aside
+from triaxis.parallel.places.topology import Topology
 
 MOST_GPUS, MOST_FACTOR = 1_000_000, 1e6
 
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check_target(path, name, overwrite=flags.overwrite)
     except ValueError as error:
         return refuse("simulate", error)
-    return _run(config, resolved, hardware, flags, slower, links)
+    return _run(step_plan(config, resolved), resolved.topology, hardware, flags, slower, links)
 
 
 def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
@@ -123,8 +125,8 @@ def _factors(name: str, given: Sequence[str], world_size: int) -> dict[int, floa
 
 
 def _run(
-    config: RunConfig,
-    resolved: ResolvedRun,
+    plan: StepPlan,
+    topology: Topology,
     hardware: Hardware,
     flags: SimulateFlags,
     slower: dict[int, float],
@@ -136,8 +138,8 @@ def _run(
 
     with showing_progress() as progress:
         simulation = simulate_run(
-            config,
-            resolved,
+            plan,
+            topology,
             hardware,
             documents=flags.documents,
             slower=slower,
@@ -156,7 +158,7 @@ def _run(
         with written_aside(flags.report, "report", overwrite=flags.overwrite) as draft:
             write_report(values, draft)
     if not simulation.proof.holds:
-        print(smallest_fault(config, resolved, documents=flags.documents) or "", file=sys.stderr, flush=True)
+        print(smallest_fault(plan, topology, documents=flags.documents) or "", file=sys.stderr, flush=True)
     if flags.json:
         print(json.dumps(values))
     else:

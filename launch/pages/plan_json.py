@@ -7,11 +7,10 @@ from typing import Any
 
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.explain import Explanation, difference, parts
-from triaxis.launch.planner.layout import Recompute
-from triaxis.launch.planner.memory_tables import Need, States
 from triaxis.launch.planner.reprice import Repriced
 from triaxis.launch.planner.search import Candidate, Plan
 from triaxis.launch.planner.table import Row
+from triaxis.launch.published.memory_tables import Need, States
 from triaxis.launch.published.recommended import Recommendation
 from triaxis.models.config import ModelConfig
 
@@ -21,8 +20,9 @@ DAY_SECONDS = 86400.0
 def mfu(candidate: Candidate) -> float:
     """Model FLOPs over the accelerators' peak (causal attention counted by half, recompute not counted)."""
     layout = candidate.layout
-    flops = layout.shape.flops_per_token(layout.sequence)
-    return flops * candidate.time.tokens_per_s_per_gpu / layout.hardware.peak(layout.dtype)
+    plan = layout.plan
+    flops = plan.model.flops_per_token(plan.sequence_length)
+    return flops * candidate.time.tokens_per_s_per_gpu / layout.hardware.peak(plan.dtype)
 
 
 def length(candidate: Candidate, tokens: float, price: float | None) -> tuple[float, float | None]:
@@ -52,10 +52,10 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "pp": layout.pp,
         "zero": layout.zero,
         "microbatch": layout.microbatch,
-        "recompute": layout.recompute == Recompute.FULL,
-        "schedule": layout.schedule if layout.pp > 1 else None,
+        "recompute": layout.recomputes,
+        "schedule": str(layout.plan.schedule) if layout.pp > 1 else None,
         "virtual_stages": layout.virtual_stages,
-        "sp": layout.sequence_parallel,
+        "sp": layout.plan.sequence_parallel,
         "memory_bytes": candidate.memory_bytes,
         "memory_range_bytes": list(candidate.memory_range),
         "memory": candidate.memory.by_category(),

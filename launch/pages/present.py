@@ -17,11 +17,10 @@ from triaxis.launch.planner.explain import (
     seconds_range,
     seconds_text,
 )
-from triaxis.launch.planner.layout import Recompute
-from triaxis.launch.planner.memory_tables import Need, States
 from triaxis.launch.planner.reprice import Repriced
 from triaxis.launch.planner.search import Candidate
 from triaxis.launch.planner.table import Row
+from triaxis.launch.published.memory_tables import Need, States
 from triaxis.launch.published.recommended import Recommendation
 
 
@@ -62,7 +61,7 @@ def layout_cells(candidate: Candidate) -> tuple[str, ...]:
         str(layout.pp),
         str(layout.zero),
         str(layout.microbatch),
-        "yes" if layout.recompute == Recompute.FULL else "no",
+        "yes" if layout.recomputes else "no",
         str(layout.virtual_stages) if layout.virtual_stages > 1 else "–",
     )
 

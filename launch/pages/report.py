@@ -24,7 +24,6 @@ from triaxis.launch.planner.search import Candidate, Plan
 from triaxis.parallel.palette import STAGES, memory_name, style_sheet
 from triaxis.parallel.pipeline.draw import summary, svg
 from triaxis.parallel.pipeline.schedule import make_schedule
-from triaxis.parallel.places.topology import Topology
 
 TIME_NAMES = {
     "compute": "forward",
@@ -214,7 +213,7 @@ def _node_count(candidate: Candidate) -> int:
 def nodes(candidate: Candidate) -> tuple[tuple[Cell, ...], ...]:
     """The accelerators of the first nodes, coloured by pipeline stage."""
     layout = candidate.layout
-    topology = Topology(dp=layout.dp, tp=layout.tp, pp=layout.pp)
+    topology = layout.topology
     each = layout.hardware.gpus_per_node
     drawn = []
     for node in range(min(NODES, _node_count(candidate))):
@@ -242,6 +241,9 @@ def pipeline(candidate: Candidate) -> tuple[str, str] | None:
     if layout.pp == 1 or layout.pp > STAGES_DRAWN:
         return None
     schedule = make_schedule(
-        layout.schedule, layout.pp, int(min(layout.microbatches, 2 * layout.pp)), layout.virtual_stages
+        layout.plan.schedule,
+        layout.pp,
+        min(layout.microbatches, 2 * layout.pp),
+        layout.virtual_stages,
     )
     return svg(schedule), summary(schedule)

@@ -9,8 +9,8 @@ from typing import Any
 from triaxis.launch.hardware.hardware import hardware_names, load_hardware
 from triaxis.launch.pages.plan_json import candidate_json
 from triaxis.launch.planner.explain import gigabytes
-from triaxis.launch.planner.memory_tables import least_accelerators
 from triaxis.launch.planner.search import Candidate, Plan, Request, lightest
+from triaxis.launch.published.memory_tables import least_accelerators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from triaxis.launch.planner.layout import QUANTIZED, Layout
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
@@ -21,21 +19,13 @@ class Band:
     high: float
 
 
-def kind_of(layout: Layout) -> str:
-    """Which kind of run a layout is, for its error: "experts", "low_precision" or "dense"."""
-    if layout.shape.experts:
-        return "experts"
-    return "low_precision" if layout.dtype in QUANTIZED else "dense"
+def time_band(kind: str) -> Band:
+    """Of a step's time. kind: of run, "dense", "experts" or "low_precision"."""
+    return _bands()[f"time_{kind}"]
 
 
-def time_band(layout: Layout) -> Band:
-    """Of a step's time."""
-    return _bands()[f"time_{kind_of(layout)}"]
-
-
-def memory_band(layout: Layout) -> Band:
+def memory_band() -> Band:
     """Of the fullest rank's memory; the same for every kind of run."""
-    del layout
     return _bands()["memory"]
 
 

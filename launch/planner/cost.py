@@ -1,350 +1,211 @@
-"""The time of one step in closed form: what each rank computes, sends and waits for. Standard library only.
+"""The time of one step: the engine's parts as they are recorded (profiles.py), a rank's lane of data-parallel messages
+(lane.py) and its pipeline (walk.py), walked with few microbatches that stand for many.
 
-Products run at the hardware's measured share of its peak, everything else at its memory's rate; messages cost what
-collectives.py says; the pipeline's bubble is (p - 1)/v of a microbatch (planning formulas C.5 to C.8). For uneven
-stages and exact schedules ask the simulation; this is the filter before it.
+The simulation traces and replays every rank; this is its shape, and a test holds the two together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
 
 from triaxis.launch.hardware.collectives import collective_seconds, send_seconds
-from triaxis.launch.planner.engine.step import is_own, own_step_time
-from triaxis.launch.planner.layout import QUANTIZED, TRIAXIS, Layout, Recompute
-from triaxis.launch.planner.step import StepTime
-
-ALIGNED: Final = 8
-"""Elements: heads of other sizes begin between 16-byte words, and tensor cores cannot read them."""
-FLASH_BACKWARD: Final = 2.5  # backward of a fused attention kernel: five products for forward's two
-_WIDE: Final = ("bf16", "fp16", "fp32")
-STEP_SECONDS: Final = 0.008  # of a step outside all this: data, norm, logging
-OPTIMIZER_BYTES: Final = (
-    34  # moved for each parameter that a rank updates: fp32 states in and out, gradient, weight
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Passes:
-    """Seconds of a part for one microbatch: forward, backward and what is computed again before backward."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    again: float = 0.0
-
-    def __add__(self, other: _Passes) -> _Passes:
-        return _Passes(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-            again=self.again + other.again,
-        )
-
-    def times(self, count: float) -> _Passes:
-        return _Passes(forward=self.forward * count, backward=self.backward * count, again=self.again * count)
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.again
+from triaxis.launch.planner.chunks import TIES, Chunk, Group, rank_chunks, unit_of
+from triaxis.launch.planner.lane import IDLE, Passes, Replicas, finished, foreign, later
+from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.price import StepTime
+from triaxis.launch.planner.profiles import Profile, UpdatePrices, apart, profile, uniform, update_prices
+from triaxis.launch.planner.walk import RANKS, Walked, compiled, walk, walked_microbatches
+from triaxis.launch.simulator.timeline import Prices
+from triaxis.parallel.programs.operation import Operation
+from triaxis.parallel.programs.program import Compute
+from triaxis.parallel.replicas.cut import Sharding
 
 
 def step_time(layout: Layout) -> StepTime:
-    """The step's time on the slowest pipeline stage.
+    """The step's time, and what lengthens it on the pipeline rank that computes longest."""
+    return _Step(layout).time()
 
-    This engine's own layouts are priced operator by operator, as its trace is (engine/step.py).
-    """
-    if is_own(layout):
-        return own_step_time(layout)
-    shape, stages, chunks = layout.shape, layout.pp, layout.virtual_stages
-    dense = _layer(layout, routed=False)
-    routed = _layer(layout, routed=True) if shape.expert_layers else dense
-    share = shape.expert_layers / shape.layers
-    layer = dense.times(1 - share) + routed.times(share)
-    head = _head(layout)
-    counts = layout.stage_layers()
-    per_stage, tail = max(
-        ((count, head if rank == stages - 1 else _Passes()) for rank, count in enumerate(counts)),
-        key=lambda stage: stage[0] * layer.total + stage[1].total,
+
+class _Step:
+    """One layout's step, while it is worked out."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        plan = apart(layout.plan, layout.pp)
+        self.sharding = Sharding.of(plan.zero, layout.dp)
+        self.first = profile(plan, layout.tp, layout.hardware)
+        further = plan.microbatches > 1 and not self.sharding.gradients
+        self.profile = profile(plan, layout.tp, layout.hardware, further=True) if further else self.first
+        self.update = update_prices(plan, layout.hardware)
+        self.prices = Prices(layout.hardware)
+        self.replicas = Replicas(
+            prices=self.prices,
+            ranks=tuple(layout.group("dp")),
+            sharding=self.sharding,
+            weight_bytes=plan.dtype.element_bytes,
+            gradient_bytes=plan.summed.element_bytes,
+        )
+        held = rank_chunks(layout.plan, layout.tp, layout.pp, layout.dp)
+        alike = {
+            chunk: Passes(chunk, self.profile, self.replicas)
+            for chunk in dict.fromkeys(chunk for chunks in held for chunk in chunks)
+        }
+        self.stages = (
+            layout.pp if plan.virtual_stages > 1 or not uniform(plan.model) else min(layout.pp, RANKS)
+        )
+        self.held = [*held[: self.stages - 1], held[-1]]
+        self.passes = [[alike[chunk] for chunk in chunks] for chunks in self.held]
+        settled = {chunk: passes.settled() for chunk, passes in alike.items()}
+        self.seconds = tuple(
+            tuple(seconds for chunk in chunks for seconds in settled[chunk][0]) for chunks in self.held
+        )
+        self.plain = [sum(sum(alike[chunk].seconds) for chunk in chunks) for chunks in self.held]
+        self.longest = max(range(self.stages), key=lambda place: self.plain[place])
+        self.left_out = sum(
+            action[0]
+            for chunks in held[self.stages - 1 : -1]
+            for chunk in chunks
+            for action in settled[chunk][0]
+        )
+        self.lanes = [settled[chunks[0]][1] for chunks in self.held]  # after the last backward
+
+    def time(self) -> StepTime:
+        layout, plan = self.layout, self.layout.plan
+        count, stages, chunks = plan.microbatches, self.stages, plan.virtual_stages
+        walked = walked_microbatches(plan.schedule, stages, chunks, count)
+        course = compiled(plan.schedule, stages, walked, chunks)
+        hops = self._hops()
+        own, middle = self.plain[self.longest], count - walked
+        found = walk(course, (*hops[: stages - 1], hops[-1]), self.seconds, stages if chunks > 1 else 1)
+        if layout.dp > 1 and not self.sharding.gradients:
+            self._close(found)
+        wait = sum(slot[1 + (place + 1) % 2] for place, slot in enumerate(self.seconds[self.longest])) - own
+        through = self.left_out + 2 * sum(hops[stages - 1 : layout.pp - 1])
+        beside = {held: self._summed(held) for held in dict.fromkeys(self.held)}
+        rests = [finished(lane) + beside[held] for lane, held in zip(self.lanes, self.held, strict=True)]
+        slow = max(range(stages), key=lambda place: found.ends[place] + rests[place])
+        summed = found.ends[slow] + rests[slow] + middle * found.each + through - self._saved()
+        data = count * wait + rests[slow]
+        idle = max(0.0, summed - count * own - data)
+        crossing = min(idle, count * max(0.0, found.each - own - wait)) if middle else 0.0
+        update, publish = max((self._update(held) for held in dict.fromkeys(self.held)), key=sum)
+        compute, again = self._computing(self.held[self.longest])
+        return StepTime(
+            compute=count * compute,
+            recompute=count * again,
+            tensor=count * (own - compute - again),
+            context=0.0,
+            expert=0.0,
+            pipeline=crossing,
+            bubble=idle - crossing,
+            data=data + publish,
+            optimizer=update + self._start(),
+            tokens=layout.step_tokens,
+            gpus=layout.gpus,
+            stage=self.longest if self.longest < stages - 1 else layout.pp - 1,
+        )
+
+    def _close(self, found: Walked) -> None:
+        """ZeRO 0 and 1: gradients are reduced in the last microbatch's backward passes, the last chunk's first."""
+        for place, passes in enumerate(self.passes):
+            lane, told = IDLE, 0.0
+            for chunk in reversed(range(len(passes))):
+                end = found.closing[place][chunk]
+                lane = later(lane, end - passes[chunk].seconds[1] - told)
+                lane, told = passes[chunk].run(1, foreign(lane))[1], end
+            self.lanes[place] = lane
+
+    def _saved(self) -> float:
+        """Seconds that the first microbatch takes less than the others: its gradients are written and not added."""
+        if self.profile is self.first:
+            return 0.0
+        chunks = self.held[self.longest]
+        return sum(
+            count * (unit_of(self.profile, name).seconds - unit_of(self.first, name).seconds)
+            for chunk in chunks
+            for name, count in chunk.counts
+        )
+
+    def _computing(self, chunks: tuple[Chunk, ...]) -> tuple[float, float]:
+        """Seconds of a microbatch's operations on a rank, without those computed again, and of these."""
+        prices = self.profile
+        again = 0.0
+        if self.layout.recomputes:
+            again = sum(
+                count * unit_of(prices, name).forward.computing
+                for chunk in chunks
+                for name, count in chunk.counts
+                if name in prices.layers
+            )
+        return _all_computing(prices, chunks) - again, again
+
+    def _summed(self, chunks: tuple[Chunk, ...]) -> float:
+        """Seconds to sum a rank's gradients further, of replicated parts and tied tables."""
+        layout = self.layout
+        shards = layout.dp if self.sharding.states else 1
+        totals: dict[Group, float] = {}
+        for chunk in chunks:
+            for group, some, size in chunk.partial:
+                totals[group] = totals.get(group, 0.0) + min(some, size / shards)
+        ends = layout.group("pp")[0], layout.group("pp")[-1]
+        seconds = 0.0
+        for group, elements in totals.items():
+            nbytes = self.replicas.gradient_bytes * elements
+            seconds += collective_seconds(
+                "all_reduce", nbytes, ends if group == TIES else group, layout.hardware
+            )
+            if group == TIES:  # gathered in one tensor and put back; of the others the update's record tells
+                copied = round(nbytes)
+                seconds += self.prices.operation(Compute("cat", "", 0, copied, copied))
+                seconds += self.prices.operation(Compute("_foreach_copy_", "", 0, 2 * copied, copied))
+        return seconds
+
+    def _update(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
+        """Seconds of the norm and the update of what a rank owns, and until everybody has it: gathers run behind the
+        copies."""
+        elements = sum(chunk.elements for chunk in chunks)
+        buckets = sum(len(chunk.buckets) for chunk in chunks)
+        owned = elements / (self.layout.dp if self.sharding.states else 1)
+        update = UpdatePrices.of(self.update.before, buckets, owned)
+        copied = UpdatePrices.of(self.update.copies, buckets, owned)
+        if not self.sharding.states or self.sharding.parameters:
+            return update + copied, 0.0
+        gathers = [
+            (self.replicas.message(Operation.ALL_GATHER, size), count)
+            for chunk in chunks
+            for size, count in chunk.sizes
+        ]
+        gathered = sum(seconds * count for seconds, count in gathers)
+        one = gathers[-1][0]
+        return update + copied, max(gathered + copied / buckets, copied + one) - copied
+
+    def _start(self) -> float:
+        """Seconds before the first microbatch, where tokens are counted, and of agreeing on the scale and the norm."""
+        layout = self.layout
+        ranks = range(layout.gpus)
+        agreed = [collective_seconds("all_reduce", nbytes, ranks, layout.hardware) for nbytes in (8, 16)]
+        return self.update.beginning(layout.microbatches) + sum(agreed)
+
+    def _hops(self) -> tuple[float, ...]:
+        """Seconds of a hidden state's way from each pipeline rank to the next, the last one's to the first."""
+        layout, ranks = self.layout, self.layout.group("pp")
+        known: dict[bool, float] = {}
+        hops = []
+        for place in range(layout.pp):
+            source, target = ranks[place], ranks[(place + 1) % layout.pp]
+            near = source // layout.hardware.gpus_per_node == target // layout.hardware.gpus_per_node
+            if near not in known:
+                known[near] = send_seconds(self.profile.hidden_bytes, source, target, layout.hardware)
+            hops.append(known[near])
+        return tuple(hops)
+
+
+def _all_computing(prices: Profile, chunks: Sequence[Chunk]) -> float:
+    return sum(
+        prices.start.computing
+        + sum(
+            count * (unit_of(prices, name).forward.computing + unit_of(prices, name).computing)
+            for name, count in chunk.counts
+        )
+        for chunk in chunks
     )
-    longest = layer.times(per_stage) + tail
-    mean = layer.times(shape.layers / stages) + head.times(1 / stages)
-    tensor = _tensor(layout) * per_stage
-    context = _context(layout, layer) * per_stage
-    expert = _expert(layout) * per_stage * share
-    count = layout.microbatches
-    pipeline = _pipeline(layout) * count
-    waiting = (stages - 1) / chunks
-    bubble = waiting * (mean.total + tensor + context + expert + (_pipeline(layout) if chunks == 1 else 0.0))
-    window = (longest.forward, longest.backward + longest.again)
-    return StepTime(
-        compute=count * (longest.forward + longest.backward),
-        recompute=count * longest.again,
-        tensor=count * tensor,
-        context=count * context,
-        expert=count * expert,
-        pipeline=pipeline,
-        bubble=bubble,
-        data=_data(layout, window),
-        optimizer=_optimizer(layout) + STEP_SECONDS,
-        tokens=layout.global_batch * layout.sequence,
-        gpus=layout.gpus,
-    )
-
-
-def _product(layout: Layout, tokens: float, inputs: float, outputs: float, count: float = 1.0) -> float:
-    """Seconds of `count` products (tokens × inputs)·(inputs × outputs): the longer of arithmetic and memory."""
-    hardware = layout.hardware
-    flops = 2 * tokens * inputs * outputs
-    width = max(flops for name, flops in hardware.peak_flops.items() if name in _WIDE)
-    # a faster unit needs a longer product to reach the same share of its peak
-    share = hardware.matmul_fraction(flops * width / hardware.peak(layout.dtype))
-    arithmetic = flops / (hardware.rate(layout.dtype) * share)
-    memory = hardware.memory_seconds(2 * (tokens * inputs + inputs * outputs + tokens * outputs))
-    return count * max(arithmetic, memory)
-
-
-def _wide(layout: Layout) -> str:
-    """The dtype of what is not quantized: the layout's own, or 16 bits."""
-    if layout.dtype not in QUANTIZED:
-        return layout.dtype
-    return "bf16" if "bf16" in layout.hardware.peak_flops else "fp16"
-
-
-def _linear(layout: Layout, tokens: float, inputs: float, outputs: float, count: float = 1.0) -> _Passes:
-    """A weight's product, and in backward those for its input and its own gradient, accumulated in place."""
-    forward = _product(layout, tokens, inputs, outputs, count)
-    backward = _product(layout, tokens, outputs, inputs, count)
-    if layout.trains_weights:
-        accumulate = layout.hardware.memory_seconds(
-            2 * layout.software.gradient_bytes * inputs * outputs * count
-        )
-        backward += _product(layout, inputs, tokens, outputs, count) + (
-            accumulate if layout.microbatches > 1 else accumulate / 2
-        )
-    return _Passes(forward=forward, backward=backward)
-
-
-def _layer(layout: Layout, *, routed: bool) -> _Passes:
-    """One layer of one microbatch on one rank, messages left out."""
-    shape, tokens, tensor = layout.shape, layout.tokens, layout.tp
-    products = _Passes()
-    for index, (inputs, outputs) in enumerate(shape.attention_matmuls()):
-        last = index == len(shape.attention_matmuls()) - 1
-        low = shape.latent is not None and index == 0
-        cut = 1 if low else tensor
-        products += _linear(
-            layout, tokens, inputs / cut if last else inputs, outputs if last else outputs / cut
-        )
-    mlp = _Passes()
-    for inputs, outputs in shape.mlp_matmuls(shape.shared_ffn if routed else shape.ffn):
-        wide = inputs == shape.hidden
-        mlp += _linear(
-            layout, tokens, inputs if wide else inputs / tensor, outputs / tensor if wide else outputs
-        )
-    products += mlp
-    if routed:
-        held = shape.experts / layout.ep
-        rows = tokens * shape.chosen / tensor / held * layout.imbalance
-        for inputs, outputs in shape.mlp_matmuls(shape.expert_ffn):
-            products += _linear(layout, rows, inputs, outputs, held)
-        products += _linear(layout, tokens / tensor, shape.hidden, shape.experts)
-    attention = _attention(layout)
-    elementwise = _elementwise(layout, routed=routed)
-    whole = products + attention + elementwise
-    host = [launches * layout.hardware.launch_overhead_s for launches in layout.software.layer_launches]
-    whole = _Passes(forward=max(whole.forward, host[0]), backward=max(whole.backward, host[1]))
-    core = layout.software.selective * whole.forward if layout.flash_attention else attention.forward
-    again = {
-        Recompute.NONE: 0.0,
-        Recompute.SELECTIVE: core,
-        Recompute.MLP: core + mlp.forward,
-        Recompute.FULL: whole.forward,
-    }[layout.recompute]
-    return _Passes(forward=whole.forward, backward=whole.backward, again=again)
-
-
-def _attention(layout: Layout) -> _Passes:
-    """Scores, softmax and values."""
-    shape, hardware = layout.shape, layout.hardware
-    scores, values = shape.attention_sizes
-    pairs = layout.tokens * layout.sequence * shape.heads / layout.tp
-    flops = 2 * pairs * (scores + values)
-    wide = _wide(layout)
-    if layout.flash_attention:
-        reached = hardware.constants.attention_fraction
-        if hardware.generation not in ("volta", "ampere"):
-            reached *= layout.software.attention_kernel
-        forward = 0.5 * flops / (hardware.rate(wide) * reached)
-        return _Passes(forward=forward, backward=FLASH_BACKWARD * forward)
-    on_ordinary_cores = (scores % ALIGNED or values % ALIGNED) and "fp32" in hardware.peak_flops
-    rate = hardware.rate("fp32" if on_ordinary_cores else wide)
-    arithmetic = flops / (rate * hardware.matmul_fraction(flops / 2))
-    # two products write and read 2-byte scores; softmax and dropout read and write them and keep a mask
-    forward = max(arithmetic, hardware.memory_seconds(4 * pairs)) + hardware.memory_seconds(9 * pairs)
-    return _Passes(forward=forward, backward=2 * forward)
-
-
-def _elementwise(layout: Layout, *, routed: bool) -> _Passes:
-    """Norms, residual additions, activations, rotary positions: memory traffic in bytes per token."""
-    shape, tensor = layout.shape, layout.tp
-    outer = shape.hidden / (tensor if layout.sequence_parallel else 1)
-    traffic = (2 * 4 + 2 * 6) if layout.software.fused else (2 * 14 + 2 * 6)
-    scores, values = shape.attention_sizes
-    heads = (shape.heads * scores + shape.kv_heads * (scores + values)) / tensor
-    width = shape.ffn if not routed else shape.shared_ffn + shape.chosen * shape.expert_ffn
-    active = 2 * shape.mlp_matrices * width / tensor * (1.0 if layout.software.fused else 1.7)
-    total = traffic * outer + 4 * heads + active
-    if layout.dtype in QUANTIZED:  # casts of inputs and gradients, both ways round
-        total += 4 * (2 * outer + heads + width / tensor)
-    if routed:  # permutation, router and weighted sum
-        total += (4 * 2 * shape.chosen + 8) * shape.hidden / tensor
-    forward = layout.hardware.memory_seconds(total * layout.tokens)
-    return _Passes(forward=forward, backward=2 * forward)
-
-
-def _head(layout: Layout) -> _Passes:
-    """Last norm, logits and loss of the last stage."""
-    shape = layout.shape
-    logits = layout.tokens * shape.vocab / layout.tp
-    product = _linear(layout, layout.tokens, shape.hidden, shape.vocab / layout.tp)
-    loss = layout.hardware.memory_seconds(logits * layout.software.loss_bytes)
-    again = 0.0 if layout.software.logit_bytes else product.forward  # chunks' logits are multiplied again
-    return product + _Passes(forward=loss / 2, backward=loss / 2, again=again)
-
-
-def _tensor(layout: Layout) -> float:
-    """Exposed seconds of one layer's messages over tp for one microbatch."""
-    if layout.tp == 1:
-        return 0.0
-    nbytes = 2 * layout.tokens * layout.shape.hidden
-    ranks, hardware = layout.group("tp"), layout.hardware
-    passes = 2 if layout.recompute != Recompute.FULL else 3
-    if layout.sequence_parallel:
-        once = collective_seconds("all_gather", nbytes, ranks, hardware) + collective_seconds(
-            "reduce_scatter", nbytes, ranks, hardware
-        )
-    else:
-        once = collective_seconds("all_reduce", nbytes, ranks, hardware)
-    shown = hardware.constants.exposed_fraction if layout.software.overlaps_tensor else 1.0
-    return 2 * passes * once * shown
-
-
-def _context(layout: Layout, layer: _Passes) -> float:
-    """Exposed seconds of one layer's ring of keys and values over cp."""
-    if layout.cp == 1:
-        return 0.0
-    scores, values = layout.shape.attention_sizes
-    local = 2 * layout.tokens * layout.shape.kv_heads * (scores + values) / layout.tp
-    ranks = layout.group("cp")
-    hop = send_seconds(local, ranks[0], ranks[-1], layout.hardware)
-    whole = 3 * (layout.cp - 1) * hop
-    attention = _attention(layout).total
-    shown = layout.hardware.constants.exposed_fraction
-    return max(0.0, whole - attention) + shown * min(whole, attention)
-
-
-def _expert(layout: Layout) -> float:
-    """Seconds of one routed layer's four exchanges of tokens over ep."""
-    shape = layout.shape
-    if not shape.experts or layout.ep == 1:
-        return 0.0
-    tokens = 2 * layout.tokens / layout.tp * shape.hidden
-    ranks, per_node = layout.group("ep"), layout.hardware.gpus_per_node
-    nodes = -(-layout.ep // per_node)
-    copies = float(shape.chosen)
-    if layout.software.dispatches_once and nodes > 1:
-        # one copy to each other node that any chosen expert is on, spread from there over the fast links
-        reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.chosen)
-        spread = layout.hardware.inter.bytes_per_s / layout.hardware.intra.bytes_per_s
-        copies = max(reached * nodes / (nodes - 1), shape.chosen * spread)
-    once = collective_seconds("all_to_all", tokens * copies * layout.imbalance, ranks, layout.hardware)
-    return (4 if layout.recompute != Recompute.FULL else 6) * once
-
-
-def _pipeline(layout: Layout) -> float:
-    """Exposed seconds of one microbatch's messages between stages."""
-    if layout.pp == 1:
-        return 0.0
-    nbytes = 2 * layout.tokens * layout.shape.hidden / layout.tp  # each rank of tp sends its part
-    ranks = layout.group("pp")
-    boundary = layout.hardware.gpus_per_node
-    crossing = next((rank for rank in ranks if rank >= boundary), ranks[1])
-    once = send_seconds(nbytes, 0, crossing, layout.hardware)
-    if not layout.sequence_parallel and layout.tp > 1:
-        once += collective_seconds("all_gather", nbytes * layout.tp, layout.group("tp"), layout.hardware)
-    if layout.virtual_stages > 1 and layout.software.overlaps_pipeline:
-        return 2 * layout.virtual_stages * once * layout.hardware.constants.exposed_fraction
-    return 2 * layout.virtual_stages * once
-
-
-def _held(layout: Layout) -> tuple[float, float]:
-    """Parameters of the fullest stage on one rank: those shared by all replicas, and its experts."""
-    shape = layout.shape
-    routed = shape.expert_layers / layout.pp
-    plain = (shape.layers - shape.expert_layers) / layout.pp
-    dense = plain * shape.dense_parameters(routed=False) + routed * shape.dense_parameters(routed=True)
-    ends = shape.embedding_parameters() * (2 if layout.pp == 1 and not shape.tied else 1)
-    experts = routed * shape.expert_parameters() / layout.ep
-    return (dense + ends) / layout.tp, experts
-
-
-def _data(layout: Layout, window: tuple[float, float]) -> float:
-    """Exposed seconds of summing gradients and gathering parameters over dp.
-
-    window: seconds of one microbatch's forward and backward, behind which they may hide
-    """
-    dense, experts = _held(layout)
-    if not layout.trains_weights:
-        return 0.0
-    hardware = layout.hardware
-    forward, backward = window
-    shown = hardware.constants.exposed_fraction
-
-    def exposed(communication: float, computation: float) -> float:
-        if not layout.software.overlaps_gradients:
-            return communication
-        return max(0.0, communication - computation) + shown * min(communication, computation)
-
-    def over(operation: str, bytes_each: float) -> float:
-        total = 0.0
-        for parameters, replicas, shards in (
-            (dense, layout.replicas, layout.shards),
-            (experts, layout.expert_replicas, min(layout.shards, layout.expert_replicas)),
-        ):
-            if parameters and replicas > 1:
-                size = parameters * bytes_each
-                ranks = layout.group("dp", shards)
-                total += collective_seconds(operation, size, ranks, hardware)
-                if operation == "reduce_scatter" and shards < replicas:
-                    across = layout.group("dp", replicas)[::shards]
-                    total += collective_seconds("all_reduce", size / shards, across, hardware)
-        return total
-
-    weights, gradients = 2.0, float(layout.software.reduce_bytes)
-    count = layout.microbatches
-    if layout.zero == 0:
-        whole = 0.0
-        for parameters, replicas in ((dense, layout.replicas), (experts, layout.expert_replicas)):
-            if parameters and replicas > 1:
-                ranks = layout.group("dp", replicas)
-                whole += collective_seconds("all_reduce", parameters * gradients, ranks, hardware)
-        return exposed(whole, backward)
-    if layout.zero < 3:
-        rounds = count if layout.zero == 2 and (layout.pp == 1 or layout.software is TRIAXIS) else 1
-        return rounds * exposed(over("reduce_scatter", gradients), backward) + exposed(
-            over("all_gather", weights), forward
-        )
-    gather = over("all_gather", weights)
-    reduce = over("reduce_scatter", gradients)
-    return count * (exposed(gather, forward) + exposed(gather + reduce, backward))
-
-
-def _optimizer(layout: Layout) -> float:
-    """Seconds of the update of what a rank owns, memory-bound."""
-    dense, experts = _held(layout)
-    if not layout.trains_weights:
-        return 0.0
-    if layout.zero:
-        dense /= layout.shards
-        experts /= min(layout.shards, layout.expert_replicas)
-    return layout.hardware.memory_seconds(OPTIMIZER_BYTES * (dense + experts))

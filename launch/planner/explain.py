@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
-from triaxis.launch.planner.layout import Layout, Recompute
+from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.price import StepTime
 from triaxis.launch.planner.search import Candidate, Plan, Space, candidates, faults
-from triaxis.launch.planner.step import StepTime
 
 PARTS: Final = {
     "compute": "products, attention and the rest of the layers",
@@ -151,7 +151,7 @@ def _answers(layout: Layout, wish: Mapping[str, int | bool]) -> bool:
         "zero": layout.zero,
         "microbatch": layout.microbatch,
         "virtual_stages": layout.virtual_stages,
-        "recompute": layout.recompute == Recompute.FULL,
+        "recompute": layout.recomputes,
     }
     return all(facts[key] == value for key, value in wish.items())
 
@@ -203,4 +203,4 @@ def _against(chosen: Candidate | None, candidate: Candidate) -> str:
         why = "its tp crosses nodes, which no published run does"
     elif not candidate.fits_surely:
         why = f"it may not fit: up to {gigabytes(candidate.memory_range[1])}"
-    return f"takes {candidate.seconds / chosen.seconds:.2f}× the time of the choice by the closed forms, but {why}"
+    return f"takes {candidate.seconds / chosen.seconds:.2f}× the time of the choice by the plan's prices, but {why}"

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from triaxis.engine.rules import resolve
-from triaxis.launch.flags import parse_flags
-from triaxis.launch.planner.run_flags import run_flags
-from triaxis.launch.planner.search import Candidate, Plan, Request
+from triaxis.launch.planner.search import Candidate, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +26,12 @@ class Repriced:
         return self.proved and self.memory_bytes <= self.candidate.layout.hardware.memory_bytes
 
 
-def reprice(request: Request, candidate: Candidate) -> Repriced:
+def reprice(candidate: Candidate) -> Repriced:
     """The layout's step as the simulator runs it; several seconds for a large model."""
     from triaxis.launch.simulator.run import simulate_run  # imports torch
 
-    config = parse_flags(run_flags(request, candidate), speaks=True)
-    found = simulate_run(config, resolve(config, request.gpus, request.model), request.hardware)
+    layout = candidate.layout
+    found = simulate_run(layout.plan, layout.topology, layout.hardware)
     return Repriced(
         candidate=candidate,
         memory_bytes=float(found.needed_bytes),
@@ -53,7 +50,7 @@ def reprice_best(plan: Plan, count: int, tell: Callable[[str], None]) -> tuple[R
     chosen = distinct(plan, count)
     for number, candidate in enumerate(chosen, 1):
         tell(f"simulating {number} of {len(chosen)}: {candidate}")
-        found.append(reprice(plan.request, candidate))
+        found.append(reprice(candidate))
     return tuple(sorted(found, key=lambda one: (not one.works, one.seconds or 0.0)))
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import MISSING, fields
 
-from triaxis.launch.planner.layout import Recompute
 from triaxis.launch.planner.search import Candidate, Request
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import DenseFields, fields_of
@@ -19,11 +18,11 @@ def run_flags(request: Request, candidate: Candidate, tokens: float | None = Non
         *("--model", request.name, "--seq", str(request.seq), "--global_batch", str(request.global_batch)),
         *("--per_device_train_batch_size", str(layout.microbatch)),
         *("--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp), "--zero", str(layout.zero)),
-        *("--dtype", request.dtype),
+        *("--dtype", str(request.dtype)),
     ]
-    if layout.sequence_parallel:
+    if layout.plan.sequence_parallel:
         flags.append("--sp")
-    if layout.recompute == Recompute.FULL:
+    if layout.recomputes:
         flags.append("--recompute")
     if layout.virtual_stages > 1:
         flags += ["--schedule", "interleaved", "--virtual_stages", str(layout.virtual_stages)]

@@ -1,4 +1,4 @@
-"""Every legal topology × ZeRO stage × microbatch × recompute × schedule, priced in closed form. No torch.
+"""Every legal topology × ZeRO stage × microbatch × recompute × schedule, priced by the engine's own parts.
 
 What can be said without pricing is not priced: sequence parallelism is on wherever tp is (it only saves memory), and
 GPipe is left out (1F1B takes the same time and holds fewer microbatches).
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.plan import Precision, Recompute, StepPlan
 from triaxis.engine.rules import resolve
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.planner.accuracy import memory_band, time_band
 from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.memory import Memory, memory
-from triaxis.launch.planner.shapes import shape_of
-from triaxis.launch.planner.step import StepTime
+from triaxis.launch.planner.held import memory
+from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.price import Memory, StepTime
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import divisors
+from triaxis.parallel.places.topology import Topology
 
 EQUAL = 0.02
 """Times closer than this are told apart by nothing here; then the simpler layout is chosen."""
@@ -41,7 +42,7 @@ class Request:
     gpus: int
     seq: int
     global_batch: int
-    dtype: str = "bf16"
+    dtype: Precision = Precision.BF16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +95,13 @@ class Candidate:
     @property
     def memory_range(self) -> tuple[float, float]:
         """Bytes between which nine of ten published runs of such a prediction lay (docs/accuracy.md)."""
-        band = memory_band(self.layout)
+        band = memory_band()
         return band.low * self.memory_bytes, band.high * self.memory_bytes
 
     @property
     def seconds_range(self) -> tuple[float, float]:
         """The same of the step's time."""
-        band = time_band(self.layout)
+        band = time_band("dense")
         return band.low * self.seconds, band.high * self.seconds
 
     @property
@@ -116,7 +117,7 @@ class Candidate:
     def __str__(self) -> str:
         layout = self.layout
         chunks = f" interleaved {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-        again = " recompute" if layout.recompute == Recompute.FULL else ""
+        again = " recompute" if layout.recomputes else ""
         sizes = f"dp{layout.dp} tp{layout.tp} pp{layout.pp}{chunks}"
         return f"{sizes} ZeRO-{layout.zero} microbatch {layout.microbatch}{again}"
 
@@ -158,7 +159,7 @@ def simplicity(candidate: Candidate) -> tuple[int, int, bool, int, float]:
     return (
         layout.tp * layout.pp,
         layout.zero,
-        layout.recompute == Recompute.FULL,
+        layout.recomputes,
         layout.virtual_stages,
         candidate.seconds,
     )
@@ -172,7 +173,7 @@ def by_preference(candidate: Candidate) -> tuple[bool, bool, float, int, bool, i
         not candidate.fits_surely,
         candidate.seconds,
         layout.zero,
-        layout.recompute == Recompute.FULL,
+        layout.recomputes,
         layout.tp * layout.pp,
     )
 
@@ -203,23 +204,34 @@ def topologies(request: Request) -> Iterator[tuple[int, int, int]]:
                 yield request.gpus // (tp * pp), tp, pp
 
 
-def faults(
-    request: Request, *, tp: int, pp: int, microbatch: int = 1, virtual_stages: int = 1, dp: int | None = None
-) -> tuple[str, ...]:
-    """What the engine says against a layout; nothing if it would start."""
-    schedule = ScheduleName.INTERLEAVED if virtual_stages > 1 else ScheduleName.ONE_F_ONE_B
-    config = RunConfig(
+def run_config(
+    request: Request, *, tp: int, pp: int, dp: int | None, microbatch: int, virtual_stages: int
+) -> RunConfig:
+    """The flags of such a run, as the engine's rules read them."""
+    return RunConfig(
         model=request.name,
         seq=request.seq,
         tp=tp,
         pp=pp,
         dp=dp,
-        sp=tp > 1 and (request.seq * microbatch) % tp == 0,
+        sp=cuts_sequences(request, tp, microbatch),
         global_batch=request.global_batch,
         per_device_train_batch_size=microbatch,
-        schedule=schedule,
+        schedule=ScheduleName.INTERLEAVED if virtual_stages > 1 else ScheduleName.ONE_F_ONE_B,
         virtual_stages=virtual_stages if virtual_stages > 1 else None,
     )
+
+
+def cuts_sequences(request: Request, tp: int, microbatch: int) -> bool:
+    """Whether sequence parallelism is used: wherever it can be."""
+    return tp > 1 and (request.seq * microbatch) % tp == 0
+
+
+def faults(
+    request: Request, *, tp: int, pp: int, microbatch: int = 1, virtual_stages: int = 1, dp: int | None = None
+) -> tuple[str, ...]:
+    """What the engine says against a layout; nothing if it would start."""
+    config = run_config(request, tp=tp, pp=pp, dp=dp, microbatch=microbatch, virtual_stages=virtual_stages)
     try:
         resolve(config, request.gpus, request.model)
     except ConfigError as error:
@@ -231,32 +243,29 @@ def candidates(
     request: Request, only: Iterable[tuple[int, int, int]] | None = None, space: Space = EVERYTHING
 ) -> Iterator[Candidate]:
     """Every legal layout, priced; `only` some topologies. What is larger than one that does not fit is left out."""
-    shape = shape_of(request.model)
     for dp, tp, pp in topologies(request) if only is None else only:
         each, rest = divmod(request.global_batch, dp)
         if rest:
             continue
+        topology = Topology(dp=dp, tp=tp, pp=pp)
         ways = itertools.product(space.virtual_stages, space.zeros if dp > 1 else (0,), space.recomputes)
         for chunks, zero, recompute in ways:
             for microbatch in (size for size in space.microbatches if each % size == 0):
                 if chunks > 1 and not _interleaves(request, pp, chunks, each // microbatch):
                     continue
-                layout = Layout(
-                    shape=shape,
-                    hardware=request.hardware,
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    zero=zero,
-                    microbatch=microbatch,
-                    global_batch=request.global_batch,
-                    sequence=request.seq,
-                    schedule="interleaved" if chunks > 1 else "1f1b",
+                plan = StepPlan(
+                    model=request.model,
+                    microbatch_size=microbatch,
+                    microbatches=each // microbatch,
+                    sequence_length=request.seq,
+                    schedule=ScheduleName.INTERLEAVED if chunks > 1 else ScheduleName.ONE_F_ONE_B,
                     virtual_stages=chunks,
+                    sequence_parallel=cuts_sequences(request, tp, microbatch),
                     recompute=recompute,
-                    sequence_parallel=tp > 1 and (request.seq * microbatch) % tp == 0,
+                    zero=zero,
                     dtype=request.dtype,
                 )
+                layout = Layout(plan=plan, topology=topology, hardware=request.hardware)
                 candidate = Candidate(layout=layout, memory=memory(layout))
                 yield candidate
                 if not candidate.fits:

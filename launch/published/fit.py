@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from triaxis.launch.command_line import Claim, Parser
 from triaxis.launch.hardware.hardware import Constants, Hardware, reach
-from triaxis.launch.planner.accuracy import kind_of
-from triaxis.launch.planner.cost import step_time
+from triaxis.launch.published.cost import step_time
 from triaxis.launch.published.rows import Run, read_runs
 from triaxis.launch.published.score import SHIPPED, predict
 
@@ -179,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"sources left out, dense 16 bits: {_percentages(dense)}")
     print(f"sources left out, all: {_percentages([error for _, error in held])}\n")
     bands = [
-        _band(f"time_{kind}", [float(np.exp(error)) for run, error in held if kind_of(run.layout) == kind])
+        _band(f"time_{kind}", [float(np.exp(error)) for run, error in held if run.layout.kind == kind])
         for kind in ("dense", "low_precision", "experts")
     ]
     spaces = [predict(run).memory_error for run in runs if run.complete_memory]

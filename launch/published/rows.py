@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from triaxis.launch.hardware.hardware import Hardware, Link, load_hardware
-from triaxis.launch.planner.layout import (
+from triaxis.launch.published.layout import (
     BRIDGE,
     FSDP,
     FSDP_BF16,
@@ -33,12 +33,12 @@ from triaxis.launch.planner.layout import (
     MEGATRON_OFFLOAD,
     MEGATRON_TE,
     NEMO,
-    Layout,
+    Recipe,
     Recompute,
     Software,
 )
-from triaxis.launch.planner.memory import memory
-from triaxis.launch.planner.shapes import Latent, Shape
+from triaxis.launch.published.memory import memory
+from triaxis.launch.published.shapes import Latent, Shape
 from triaxis.models.reading import read_small_file
 
 REACHED: Final = 0.94  # of a network card's line rate
@@ -112,7 +112,7 @@ class Run:
 
     source: str
     name: str
-    layout: Layout
+    layout: Recipe
     measured_tokens_per_s_per_gpu: float | None
     measured_memory_bytes: float | None
     memory_reading: Reading
@@ -255,7 +255,7 @@ def _shape(row: Mapping[str, str]) -> Shape:
     return replace(shape, gated=bool(experts) or ffn != 4 * hidden)
 
 
-def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
+def _layout(row: Mapping[str, str], shape: Shape) -> Recipe:
     tp, pp, cp = (_integer(row, axis, 1) for axis in ("tp", "pp", "cp"))
     gpus = _integer(row, "gpus", 0)
     dp = _integer(row, "dp", max(gpus // (tp * pp * cp), 1))
@@ -279,7 +279,7 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
         recompute = Recompute.MLP
     sequence_parallel = row.get("sequence_parallel") or ("1" if modern else "0")
     flash = row.get("flash_attn") or ("1" if row.get("date", "2024") >= "2024" else "0")
-    layout = Layout(
+    layout = Recipe(
         shape=shape,
         hardware=hardware,
         dp=dp,
@@ -306,7 +306,7 @@ def _layout(row: Mapping[str, str], shape: Shape) -> Layout:
     return layout if recompute else _least_recompute(layout)
 
 
-def _least_recompute(layout: Layout) -> Layout:
+def _least_recompute(layout: Recipe) -> Recipe:
     """Where a row does not say what is recomputed: the least with which its tensors come near to fitting.
 
     Near: within twice the memory. Below that engines recompute single modules, which costs little.
@@ -415,7 +415,7 @@ def _network(text: str, gpus_per_node: int) -> float | None:
     return float(node[1]) if node else None
 
 
-def _throughput(row: Mapping[str, str], layout: Layout) -> float | None:
+def _throughput(row: Mapping[str, str], layout: Recipe) -> float | None:
     """Tokens per second and accelerator: as printed, or from the step's time, or from FLOP/s by their convention."""
     printed = _real(row, "tokens_per_s_per_gpu")
     if printed:
@@ -430,7 +430,7 @@ def _throughput(row: Mapping[str, str], layout: Layout) -> float | None:
     return tflops * 1e12 / flops_per_token(row, layout) if tflops else None
 
 
-def flops_per_token(row: Mapping[str, str], layout: Layout) -> float:
+def flops_per_token(row: Mapping[str, str], layout: Recipe) -> float:
     """What the row's source counts for a token: recompute if hardware FLOPs, half the attention if causal."""
     convention = row.get("flops_convention", "").lower()
     causal = "megatron-core counter" in convention or "causal" in convention.replace("non-causal", "")

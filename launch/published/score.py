@@ -17,9 +17,9 @@ from typing import Any
 
 from triaxis.launch.command_line import Claim, Parser
 from triaxis.launch.ending import refuse
-from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.layout import Layout
-from triaxis.launch.planner.memory import memory
+from triaxis.launch.published.cost import step_time
+from triaxis.launch.published.layout import Recipe
+from triaxis.launch.published.memory import memory
 from triaxis.launch.published.rows import Reading, Run, read_runs
 
 SHIPPED = Path(__file__).parent / "data" / "runs.csv"
@@ -162,7 +162,7 @@ def _question(run: Run) -> tuple[object, ...]:
     return (run.source, at.shape, at.hardware.name, at.gpus, at.global_batch, at.sequence, at.dtype)
 
 
-def _answer(at: Layout) -> tuple[object, ...]:
+def _answer(at: Recipe) -> tuple[object, ...]:
     """What a planner chooses."""
     return (at.dp, at.tp, at.pp, at.cp, at.ep, at.microbatch, at.virtual_stages, at.zero, at.recompute)
 

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from triaxis.engine.config import ResolvedRun, RunConfig
+from triaxis.engine.plan import StepPlan
+from triaxis.launch.hardware.device import context_bytes, needed_bytes
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.simulator.memory import MemoryUse, memory_use, reserved_bytes
 from triaxis.launch.simulator.timeline import Disturbance, Prices, Row, Timeline, simulate
+from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.program import KINDS, SETUP, Cluster, Communicate, Program
 from triaxis.parallel.programs.proof import Proof
 from triaxis.parallel.worlds.group import sent_bytes
 
 OBLIGATIONS = ("agreement", "channels", "progress", "one queue", "handles", "gradients", "memory")
-CONTEXT_BYTES = 1 << 30
-"""A device's context and its communicators' buffers (0.3 to 0.5 GB each in reports)."""
 CURVE_POINTS = 600
 DRAWN_SPANS = 4000
 
@@ -25,8 +25,8 @@ DRAWN_SPANS = 4000
 class Simulation:
     """A proved cluster on hardware. timeline is None where the proof failed."""
 
-    config: RunConfig
-    resolved: ResolvedRun
+    plan: StepPlan
+    topology: Topology
     hardware: Hardware
     cluster: Cluster
     proof: Proof
@@ -38,7 +38,17 @@ class Simulation:
     @property
     def needed_bytes(self) -> int:
         """What the fullest device must have."""
-        return max(self.reserved.values()) + CONTEXT_BYTES
+        peak = max(use.peak_bytes for use in self.memory.values())
+        return round(needed_bytes(peak, self._group_sizes))
+
+    @property
+    def context_bytes(self) -> int:
+        """What of it is the device's context and its communicators."""
+        return round(context_bytes(self._group_sizes))
+
+    @property
+    def _group_sizes(self) -> tuple[int, int, int]:
+        return self.topology.tp, self.topology.pp, self.topology.dp
 
     @property
     def fits(self) -> bool:
@@ -46,8 +56,8 @@ class Simulation:
 
 
 def price(
-    config: RunConfig,
-    resolved: ResolvedRun,
+    plan: StepPlan,
+    topology: Topology,
     cluster: Cluster,
     proof: Proof,
     hardware: Hardware,
@@ -59,8 +69,8 @@ def price(
     uses = {number: memory_use(program) for number, program in enumerate(cluster.programs)}
     reserved = {number: reserved_bytes(program) for number, program in enumerate(cluster.programs)}
     return Simulation(
-        config=config,
-        resolved=resolved,
+        plan=plan,
+        topology=topology,
         hardware=hardware,
         cluster=cluster,
         proof=proof,
@@ -73,24 +83,24 @@ def price(
 
 def as_dict(simulation: Simulation) -> dict[str, Any]:
     """Everything a person or a program may want to know; numbers in bytes, seconds and FLOPs."""
-    resolved, config, topology = simulation.resolved, simulation.config, simulation.resolved.topology
+    plan, topology = simulation.plan, simulation.topology
     hardware, proof = simulation.hardware, simulation.proof
     broken = {fault.obligation for fault in proof.faults}
     warned = {fault.obligation for fault in proof.warnings}
     return {
         "run": {
-            "model": resolved.model.name,
-            "parameters": resolved.model.parameters(),
-            "dtype": config.dtype,
-            "zero": resolved.zero,
-            "schedule": str(config.schedule),
-            "virtual_stages": resolved.virtual_stages,
-            "microbatches": resolved.microbatches,
-            "microbatch_size": resolved.microbatch_size,
-            "global_batch": resolved.global_batch,
-            "sequence_length": config.seq,
-            "sp": config.sp,
-            "recompute": config.recompute,
+            "model": plan.model.name,
+            "parameters": plan.model.parameters(),
+            "dtype": str(plan.dtype),
+            "zero": plan.zero,
+            "schedule": str(plan.schedule),
+            "virtual_stages": plan.virtual_stages,
+            "microbatches": plan.microbatches,
+            "microbatch_size": plan.microbatch_size,
+            "global_batch": _global_batch(simulation),
+            "sequence_length": plan.sequence_length,
+            "sp": plan.sequence_parallel,
+            "recompute": plan.recompute.repeats_layers,
             "disturbed": {
                 "stragglers": simulation.disturbance.slower,
                 "links": simulation.disturbance.links,
@@ -126,23 +136,28 @@ def as_dict(simulation: Simulation) -> dict[str, Any]:
     }
 
 
+def _global_batch(simulation: Simulation) -> int:
+    plan = simulation.plan
+    return plan.microbatch_size * plan.microbatches * simulation.topology.dp
+
+
 def _rows(simulation: Simulation) -> tuple[Row, ...]:
     return simulation.timeline.rows if simulation.timeline else ()
 
 
 def _time(simulation: Simulation) -> dict[str, Any] | None:
-    timeline, resolved, config = simulation.timeline, simulation.resolved, simulation.config
+    timeline, plan, topology = simulation.timeline, simulation.plan, simulation.topology
     if timeline is None:
         return None
-    world_size = resolved.topology.world_size
-    tokens = resolved.global_batch * config.seq
-    per_token = resolved.model.flops_per_token(config.seq)
-    peak = simulation.hardware.peak_flops.get(config.dtype, max(simulation.hardware.peak_flops.values()))
+    world_size = topology.world_size
+    tokens = _global_batch(simulation) * plan.sequence_length
+    per_token = plan.model.flops_per_token(plan.sequence_length)
+    peak = simulation.hardware.peak_flops.get(plan.dtype, max(simulation.hardware.peak_flops.values()))
     whole = timeline.seconds * world_size * peak
     busiest = max(timeline.rows, key=lambda row: row.busy)
     stages: dict[int, Row] = {}
     for row in timeline.rows:
-        stages.setdefault(resolved.topology.coordinates(row.rank)["pp"], row)
+        stages.setdefault(topology.coordinates(row.rank)["pp"], row)
     lanes = {name: sum(end - start for start, end in lane) for name, lane in busiest.lanes.items()}
     return {
         "step_seconds": timeline.seconds,
@@ -168,7 +183,7 @@ def _memory(simulation: Simulation) -> dict[str, Any]:
     return {
         "fits": simulation.fits,
         "needed_bytes": simulation.needed_bytes,
-        "context_bytes": CONTEXT_BYTES,
+        "context_bytes": simulation.context_bytes,
         "ranks": [
             {
                 "rank": rank,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from triaxis.engine.config import ResolvedRun, RunConfig
-from triaxis.engine.plan import step_plan
+from triaxis.engine.plan import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.hardware.hardware import Hardware
 from triaxis.launch.simulator.result import Simulation, price
 from triaxis.launch.simulator.timeline import Disturbance
+from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.program import Cluster
 from triaxis.parallel.programs.proof import prove
 from triaxis.parallel.programs.shrink import Smallest, smallest
@@ -19,8 +19,8 @@ MOST_MICROBATCHES = 8
 
 
 def simulate_run(
-    config: RunConfig,
-    resolved: ResolvedRun,
+    plan: StepPlan,
+    topology: Topology,
     hardware: Hardware,
     *,
     documents: bool = False,
@@ -29,22 +29,13 @@ def simulate_run(
     progress: Callable[[int, int], None] | None = None,
 ) -> Simulation:
     """One optimizer step of the run on every rank. slower, links: factors by rank (see `Disturbance`)."""
-    cluster = trace_cluster(
-        step_plan(config, resolved), resolved.topology, documents=documents, progress=progress
-    )
-    return price(
-        config,
-        resolved,
-        cluster,
-        prove(cluster),
-        hardware,
-        Disturbance(slower=slower or {}, links=links or {}),
-    )
+    cluster = trace_cluster(plan, topology, documents=documents, progress=progress)
+    disturbance = Disturbance(slower=slower or {}, links=links or {})
+    return price(plan, topology, cluster, prove(cluster), hardware, disturbance)
 
 
-def smallest_fault(config: RunConfig, resolved: ResolvedRun, *, documents: bool = False) -> Smallest | None:
+def smallest_fault(plan: StepPlan, topology: Topology, *, documents: bool = False) -> Smallest | None:
     """The fewest stages and microbatches that still break the proof, with as many layers as stages need."""
-    plan, topology = step_plan(config, resolved), resolved.topology
     chunks = plan.virtual_stages
 
     def build(pp: int, microbatches: int) -> Cluster:

@@ -31,9 +31,8 @@ from triaxis.engine.step import TrainingStep
 from triaxis.launch.doctor import main as doctor
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
 from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.layout import Layout, Recompute
-from triaxis.launch.planner.memory import stage_memory
-from triaxis.launch.planner.shapes import shape_of
+from triaxis.launch.planner.held import stage_memory
+from triaxis.launch.planner.layout import Layout
 from triaxis.models.batch import Batch
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import dense_model, with_fields
@@ -108,21 +107,7 @@ def measured_once(folder: Path) -> list[float]:
 
 def layout_of(config: RunConfig, model: ModelConfig, hardware: Hardware, ranks: int) -> Layout:
     resolved = resolve(config, ranks, model)
-    topology = resolved.topology
-    return Layout(
-        shape=shape_of(model),
-        hardware=hardware,
-        dp=topology.dp,
-        tp=topology.tp,
-        pp=topology.pp,
-        zero=resolved.zero,
-        microbatch=resolved.microbatch_size,
-        global_batch=resolved.global_batch,
-        sequence=config.seq,
-        sequence_parallel=config.sp,
-        recompute=Recompute.FULL if config.recompute else Recompute.NONE,
-        dtype=config.dtype,
-    )
+    return Layout(plan=step_plan(config, resolved), topology=resolved.topology, hardware=hardware)
 
 
 def predict(config: RunConfig, hardware: str) -> float:
@@ -252,7 +237,7 @@ def trained_peaks(ranks: int, flags: dict[str, object], folder: Path) -> list[fl
 def predicted_peaks(config: RunConfig, model: ModelConfig, hardware: Hardware, ranks: int) -> list[float]:
     """Bytes of each rank: what the planner says of its stage."""
     layout = layout_of(config, model, hardware, ranks)
-    totals = [stage_memory(layout, stage, layers).total for stage, layers in enumerate(layout.stage_layers())]
+    totals = [stage_memory(layout, stage).total for stage in range(layout.pp)]
     topology = resolve(config, ranks, model).topology
     return [totals[topology.coordinates(rank)["pp"]] for rank in range(ranks)]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from triaxis.launch.hardware.hardware import load_hardware
-from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.layout import MEGATRON, MEGATRON_TE, Layout, Recompute
-from triaxis.launch.planner.shapes import Latent, Shape, shape_of
+from triaxis.launch.published.cost import step_time
+from triaxis.launch.published.layout import MEGATRON, MEGATRON_TE, Recipe, Recompute
+from triaxis.launch.published.shapes import Latent, Shape, shape_of
 from triaxis.models.presets import PRESETS, load_config
 
 LLAMA = shape_of(load_config("llama2-7b"))
-ONE_NODE = Layout(
+ONE_NODE = Recipe(
     shape=LLAMA,
     hardware=load_hardware("h100-80g"),
     dp=8,

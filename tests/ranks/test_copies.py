@@ -15,11 +15,10 @@ import triaxis.parallel.replicas.zero
 from tests.agreement import MODEL, TIED, Layout
 from tests.checkpointing import open_step, train
 from tests.ranks.test_checkpoint_cost import LARGER
-from tests.ranks.test_experts import MIXED
 from tests.runs import MODEL as TINY
 from tests.runs import prepare, run
 from triaxis.engine.checkpoint.folder import complete_checkpoints
-from triaxis.engine.checkpoint.states import HeldTensor, held_layer_states, held_masters, held_moments
+from triaxis.engine.checkpoint.states import HeldTensor, held_masters, held_moments
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.faults import replicas
 from triaxis.engine.faults.replicas import ReplicaError, check_replicas
@@ -235,8 +234,6 @@ LAYOUTS = [
     (Layout(tp=4), MODEL),  # two heads of keys on four ranks
     (Layout(tp=2, pp=2, dp=2, zero=1, sp=True), TIED),
     (Layout(pp=2, dp=2, zero=3), TIED),
-    (Layout(tp=2, dp=2, ep=4, zero=1), MIXED),
-    (Layout(dp=4, ep=2, zero=3), MIXED),
 ]
 
 
@@ -258,46 +255,6 @@ def test_sound_copies_pass_with_two_small_messages(layout: Layout, model: ModelC
     for messages, sent_bytes in run_threads(layout.size, rank):
         assert messages == {"all_reduce largest": 1, "all_gather": 1}
         assert sent_bytes < 16 * 4 * 200 * layout.size
-
-
-EXPERTS = [
-    (Layout(dp=4, ep=2), "experts", 2),  # ranks 0 and 2 hold the same experts
-    (Layout(dp=4, ep=2, zero=1), "experts", 2),
-    (Layout(tp=2, ep=2), "bias", 1),
-    (Layout(dp=2), "bias", 1),
-]
-
-
-@pytest.mark.parametrize(("layout", "what", "rank"), EXPERTS, ids=str)
-def test_replicas_of_experts_and_their_choosing_bias_are_compared(
-    layout: Layout, what: str, rank: int
-) -> None:
-    """What no optimizer updates, and what has replicas of its own beside the dense weights."""
-
-    def main(world: World) -> tuple[str, str]:
-        step = open_step(world, layout, MIXED, "adamw, clip 1", "bf16")
-        train(step, layout, range(1))
-        check_replicas(step, "after step 1", way_out="")
-        held = held_layer_states(step.stages)
-        if what == "bias":
-            name = min(held)
-            copies = list(held[name].chunks.values())
-        else:
-            weights = list(step.data_parallel.computing_weights())
-            name = min(segment.layout.name for segment, _ in weights if ".experts." in segment.layout.name)
-            copies = [tensor for segment, tensor in weights if segment.layout.name == name]
-        if world.rank == rank:
-            for values in copies:
-                values.add_(1.0)
-        with pytest.raises(ReplicaError) as raised:
-            check_replicas(step, "after step 1", way_out="")
-        return name.removeprefix("master/"), str(raised.value)
-
-    answers = run_threads(layout.size, main)
-    name = answers[rank][0]
-    for _, text in answers:
-        assert f"{name}, on rank {rank} (" in text
-        assert "parameters more" not in text
 
 
 def test_comparing_costs_less_than_a_hundredth_of_training_between_two_saves() -> None:

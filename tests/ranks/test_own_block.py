@@ -19,6 +19,7 @@ from tests.checkpointing import gathered as gathered_states
 from tests.checkpointing import open_step, state_at, train, whole_states
 from triaxis.engine.checkpoint.store import CheckpointStore
 from triaxis.engine.config import RunConfig
+from triaxis.engine.plan import step_plan
 from triaxis.engine.rules import resolve
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.engine.trace.cluster import trace_cluster
@@ -180,7 +181,8 @@ def test_it_is_simulated() -> None:
     config = RunConfig(tp=2, pp=2, dp=2, zero=2, seq=LENGTH, microbatches=4, per_device_train_batch_size=1)
     seconds = []
     for model in (OWN, MODEL):
-        simulation = simulate_run(config, resolve(config, 8, model), load_hardware("h100-80g"))
+        resolved = resolve(config, 8, model)
+        simulation = simulate_run(step_plan(config, resolved), resolved.topology, load_hardware("h100-80g"))
         assert simulation.proof.holds and simulation.fits and simulation.timeline is not None
         seconds.append(simulation.timeline.seconds)
     assert 0.8 * seconds[1] < seconds[0] < seconds[1]

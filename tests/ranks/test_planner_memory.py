@@ -8,12 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from triaxis.engine.step import stage_layers
+from triaxis.engine.plan import Precision, StepPlan
 from triaxis.launch.hardware.hardware import load_hardware
-from triaxis.launch.planner.layout import INTERNEVO_FSDP, MEGATRON_TE, TRIAXIS, Layout, Recompute, cut_evenly
-from triaxis.launch.planner.memory import layer_activations, layers_in_flight, memory, state_bytes
-from triaxis.launch.planner.memory_tables import ENGINES
-from triaxis.launch.planner.shapes import Shape, shape_of
+from triaxis.launch.planner.profiles import profile
+from triaxis.launch.planner.profiles import state_bytes as own_state_bytes
+from triaxis.launch.published.layout import (
+    INTERNEVO_FSDP,
+    MEGATRON,
+    MEGATRON_TE,
+    Recipe,
+    Recompute,
+)
+from triaxis.launch.published.memory import layers_in_flight, memory, state_bytes
+from triaxis.launch.published.memory_tables import ENGINES
+from triaxis.launch.published.shapes import Shape, shape_of
 from triaxis.models.batch import Batch, Inputs, SequenceContext
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import dense_model
@@ -21,7 +29,6 @@ from triaxis.models.parts import build_part
 from triaxis.models.presets import load_config
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.pipeline.schedule import Kind, make_schedule
-from triaxis.parallel.places.partition import partition_layers
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -38,7 +45,7 @@ MODEL = dense_model(
     ffn_size=640,
     max_positions=128,
 )
-BASE = Layout(
+BASE = Recipe(
     shape=shape_of(MODEL),
     hardware=load_hardware("h100-80g"),
     dp=1,
@@ -88,9 +95,42 @@ def kept_by_block(model: ModelConfig, tp: int, sequence_parallel: bool) -> int:
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
 def test_activations_equal_what_a_block_keeps(tp: int, sequence_parallel: bool) -> None:
-    layout = replace(BASE, tp=tp, sequence_parallel=sequence_parallel)
-    measured = kept_by_block(MODEL, tp, sequence_parallel)
-    assert layer_activations(layout) == pytest.approx(measured, rel=0.03)
+    """What a plan takes a layer to keep, its output in place of its input, is what a layer's storages hold."""
+    plan = StepPlan(
+        model=MODEL,
+        microbatch_size=2,
+        microbatches=1,
+        sequence_length=128,
+        sequence_parallel=sequence_parallel,
+        dtype=Precision.BF16,
+    )
+    (unit,) = profile(plan, tp, load_hardware("h100-80g")).layers.values()
+    assert unit.forward.growth == pytest.approx(kept_by_block(MODEL, tp, sequence_parallel), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulate", "each"),
+    [
+        (Precision.BF16, None, (2, 4, 12)),
+        (Precision.BF16, Precision.BF16, (2, 2, 12)),
+        (Precision.FP32, None, (4, 4, 8)),
+        (Precision.FP64, None, (8, 8, 16)),
+    ],
+)
+def test_own_states_are_the_known_sums(
+    dtype: Precision, accumulate: Precision | None, each: tuple[int, int, int]
+) -> None:
+    """Bytes a parameter of weights, gradients, and master with both moments."""
+    plan = StepPlan(
+        model=MODEL,
+        microbatch_size=1,
+        microbatches=1,
+        sequence_length=8,
+        dtype=dtype,
+        accumulate_dtype=accumulate,
+    )
+    found = own_state_bytes(plan)
+    assert (found.parameters, found.gradients, found.optimizer) == pytest.approx(each, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -108,24 +148,10 @@ def test_layers_in_flight_equal_the_schedule(name: str, microbatches: int, virtu
         assert layers_in_flight(layout, rank, 6) == pytest.approx(most * 6 / virtual_stages)
 
 
-@pytest.mark.parametrize("first", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("last", [0.0, 0.7, 1.0, 3.2])
-def test_stages_are_cut_as_the_engine_cuts_them(first: float, last: float) -> None:
-    for layers, parts in ((8, 3), (13, 4), (30, 4), (32, 8), (9, 9), (7, 1)):
-        cuts = partition_layers(layers, parts, first_extra=first, last_extra=last)
-        assert cut_evenly(layers, parts, first, last) == tuple(len(cut) for cut in cuts)
-    engine = stage_layers(MODEL, 2)
-    assert replace(BASE, pp=2).stage_layers() == tuple(len(layers) for layers in engine)
-
-
 # The bytes a parameter that ZeRO's paper and the engines' own estimators give.
 @pytest.mark.parametrize(
     ("engine", "zero", "shards", "each"),
     [
-        ("triaxis", 0, 8, 18),
-        ("triaxis", 1, 8, 6 + 12 / 8),
-        ("triaxis", 2, 8, 2 + 16 / 8),
-        ("triaxis", 3, 8, 18 / 8),
         ("Megatron-LM", 1, 16, 6 + 12 / 16),
         ("DeepSpeed", 0, 4, 16),
         ("DeepSpeed", 2, 4, 2 + 14 / 4),
@@ -191,7 +217,7 @@ def test_experts_are_shared_by_their_own_ranks() -> None:
         layers=4, hidden=1024, ffn=4096, heads=8, kv_heads=8, head_size=128, vocab=32000,
         experts=64, chosen=2, expert_ffn=512,
     )  # fmt: skip
-    whole = replace(BASE, shape=shape, dp=8, ep=1, global_batch=16, software=TRIAXIS)
+    whole = replace(BASE, shape=shape, dp=8, ep=1, global_batch=16, software=MEGATRON)
     cut = replace(whole, ep=8)
     experts = 4 * shape.expert_parameters()
     assert memory(whole).parameters - memory(cut).parameters == pytest.approx(2 * experts * 7 / 8)

@@ -1,115 +1,99 @@
-"""Closed forms against the simulation of the engine itself: memory and step time of random layouts."""
+"""The planner against the simulation of the engine itself: memory and step time of random layouts of random models."""
 
 from __future__ import annotations
 
 import os
 import random
 import statistics
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from triaxis.engine.plan import Recompute as StepRecompute
-from triaxis.engine.plan import StepPlan
+from tests.ranks.test_own_block import MIXED, OWN
+from triaxis.engine.plan import Precision, Recompute, StepPlan
 from triaxis.engine.run.peak import OWN_MAPPING_BYTES
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.launch.hardware.hardware import load_hardware
+from triaxis.launch.planner import cost, staging
 from triaxis.launch.planner.cost import step_time
-from triaxis.launch.planner.engine import staging, step
-from triaxis.launch.planner.engine.buckets import BUCKET_ELEMENTS
-from triaxis.launch.planner.engine.pipeline import compiled
-from triaxis.launch.planner.layout import LOGIT_CHUNK, LOGIT_ROWS, Layout, Recompute
-from triaxis.launch.planner.memory import memory
-from triaxis.launch.planner.shapes import shape_of
+from triaxis.launch.planner.held import memory
+from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.profiles import shapes_of
+from triaxis.launch.planner.walk import compiled, walk
 from triaxis.launch.simulator.memory import memory_use
 from triaxis.launch.simulator.timeline import Prices, simulate
-from triaxis.models.config import ModelConfig, NormKind
-from triaxis.models.fields import PositionKind, dense_model
-from triaxis.models.kinds import ActivationKind
-from triaxis.models.presets import load_config
-from triaxis.parallel.layers.vocabulary import CHUNK_LOGITS, CHUNK_TOKENS
-from triaxis.parallel.pipeline.schedule import Action, Compute, Kind, Receive, lower, make_schedule
+from triaxis.models.config import ModelConfig
+from triaxis.models.fields import dense_model
+from triaxis.models.presets import PRESETS, load_config
+from triaxis.parallel.pipeline import schedule
+from triaxis.parallel.pipeline.schedule import ScheduleName, make_schedule
 from triaxis.parallel.places.topology import Topology
-from triaxis.parallel.replicas.zero import DEFAULT_BUCKET_ELEMENTS
 
 COUNT, BATCH = 100 if os.environ.get("TRIAXIS_FULL") else 20, 10
 MEMORY_TOLERANCE, TIME_TOLERANCE, MEAN_TOLERANCE = 0.03, 0.05, 0.005
-LLAMA = dense_model(
-    name="llama-like",
-    vocab_size=32000,
-    hidden_size=1024,
-    layers=8,
-    heads=16,
-    kv_heads=4,
-    ffn_size=2816,
-    max_positions=2048,
-)
-GPT = dense_model(
-    name="gpt-like",
-    vocab_size=20000,
-    hidden_size=768,
-    layers=8,
-    heads=12,
-    kv_heads=12,
-    ffn_size=3072,
-    max_positions=1024,
-    norm=NormKind.LAYERNORM,
-    positions=PositionKind.LEARNED,
-    activation=ActivationKind.GELU,
-    attention_bias=True,
-    output_bias=True,
-    mlp_bias=True,
-    tied=True,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Closed form over simulation, less one."""
+    """Plan over simulation, less one."""
 
     layout: Layout
     memory: float
     time: float
 
 
-def draw(rng: random.Random) -> tuple[ModelConfig, Layout]:
-    model = rng.choice((LLAMA, GPT))
+def draw_model(rng: random.Random) -> ModelConfig:
+    """Over every feature: norms, q/k norms, biases, few key and value heads, tied tables, uneven layers."""
+    hidden, heads = rng.choice(((1024, 16), (768, 12), (640, 8)))
+    return dense_model(
+        name="drawn",
+        vocab_size=rng.choice((32000, 20001, 50257)),
+        hidden_size=hidden,
+        layers=rng.choice((8, 9, 11)),
+        heads=heads,
+        kv_heads=rng.choice([count for count in (1, 2, 4, heads) if heads % count == 0]),
+        ffn_size=rng.choice((2816, 3072, 2048)),
+        max_positions=2048,
+        norm=rng.choice(("rmsnorm", "layernorm")),
+        activation=rng.choice(("swiglu", "gelu")),
+        positions=rng.choice(("rope", "learned")),
+        attention_bias=rng.random() < 0.4,
+        output_bias=rng.random() < 0.3,
+        mlp_bias=rng.random() < 0.3,
+        qk_norm=rng.random() < 0.3,
+        tied=rng.random() < 0.4,
+    )
+
+
+def draw(rng: random.Random) -> Layout:
+    """Over all schedules, ZeRO stages, recompute, tp with and without sequence parallelism, both precisions."""
+    model = draw_model(rng)
     tp, pp, dp = rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), rng.choice((1, 2, 4, 8))
     chunks = 2 if pp > 1 and rng.random() < 0.3 else 1
-    microbatch = rng.choice((1, 2))
-    layout = Layout(
-        shape=shape_of(model),
-        hardware=load_hardware(rng.choice(("a100-80g", "h100-80g"))),
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        zero=rng.choice((0, 1, 2, 3)) if dp > 1 else 0,
-        microbatch=microbatch,
-        global_batch=dp * microbatch * rng.choice((8, 12)),
-        sequence=1024,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        virtual_stages=chunks,
-        recompute=rng.choice((Recompute.NONE, Recompute.FULL)),
-        sequence_parallel=tp > 1 and rng.random() < 0.7,
+    name = (
+        ScheduleName.INTERLEAVED if chunks > 1 else rng.choice((ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE))
     )
-    return model, layout
-
-
-def compare(model: ModelConfig, layout: Layout) -> Compared:
     plan = StepPlan(
         model=model,
-        microbatch_size=layout.microbatch,
-        microbatches=int(layout.microbatches),
-        sequence_length=layout.sequence,
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=StepRecompute(layout.recompute),
-        zero=layout.zero,
-        dtype="bf16",
+        microbatch_size=rng.choice((1, 2, 3)),
+        microbatches=rng.choice((1, 4, 8, 12)),
+        sequence_length=rng.choice((512, 1024)),
+        schedule=name,
+        virtual_stages=chunks,
+        sequence_parallel=tp > 1 and rng.random() < 0.7,
+        recompute=rng.choice(list(Recompute)),
+        zero=rng.choice((0, 1, 2, 3)) if dp > 1 else 0,
+        dtype=rng.choice((Precision.BF16, Precision.BF16, Precision.FP32)),
     )
-    cluster = trace_cluster(plan, Topology(dp=layout.dp, tp=layout.tp, pp=layout.pp))
+    hardware = load_hardware(rng.choice(("a100-80g", "h100-80g")))
+    return Layout(plan=plan, topology=Topology(dp=dp, tp=tp, pp=pp), hardware=hardware)
+
+
+def compare(layout: Layout) -> Compared:
+    cluster = trace_cluster(layout.plan, layout.topology)
     peak = max(memory_use(program).peak_bytes for program in cluster.programs)
     seconds = simulate(cluster, Prices(layout.hardware)).seconds
     return Compared(
@@ -120,20 +104,10 @@ def compare(model: ModelConfig, layout: Layout) -> Compared:
 
 
 def described(found: Compared) -> str:
-    at = found.layout
-    return (
-        f"dp{at.dp} tp{at.tp} pp{at.pp} z{at.zero} v{at.virtual_stages} mbs{at.microbatch} {at.recompute} "
-        f"sp{at.sequence_parallel} h{at.shape.hidden} {at.hardware.name}: "
-        f"memory {found.memory:+.1%}, time {found.time:+.1%}"
-    )
+    return f"memory {found.memory:+.1%}, time {found.time:+.1%}: {found.layout}"
 
 
-@pytest.mark.parametrize("batch", range(COUNT // BATCH))
-def test_closed_forms_agree(batch: int) -> None:
-    """Memory and step time of every single layout, and on average by far."""
-    rng = random.Random(4)
-    drawn = [draw(rng) for _ in range(COUNT)]
-    found = [compare(*one) for one in drawn[batch * BATCH : (batch + 1) * BATCH]]
+def check(found: list[Compared]) -> None:
     outside = [
         described(one)
         for one in found
@@ -145,43 +119,90 @@ def test_closed_forms_agree(batch: int) -> None:
     assert statistics.mean(abs(one.time) for one in found) < MEAN_TOLERANCE, told
 
 
+@pytest.mark.parametrize("batch", range(COUNT // BATCH))
+def test_plans_agree_with_simulations(batch: int) -> None:
+    """Memory and step time of every single layout, and on average by far."""
+    rng = random.Random(4)
+    drawn = [draw(rng) for _ in range(COUNT)]
+    check([compare(one) for one in drawn[batch * BATCH : (batch + 1) * BATCH]])
+
+
 LARGE = [
-    pytest.param("llama2-7b", {"dp": 4, "tp": 2, "pp": 2, "zero": 1}, id="7b on 16"),
+    pytest.param("llama2-7b", {"dp": 4, "tp": 2, "pp": 2}, {"zero": 1}, id="7b on 16"),
     pytest.param(
-        "llama2-7b", {"dp": 8, "zero": 3, "recompute": Recompute.FULL}, id="7b on 8", marks=pytest.mark.full
+        "llama2-7b",
+        {"dp": 8},
+        {"zero": 3, "recompute": Recompute.FULL},
+        id="7b on 8",
+        marks=pytest.mark.full,
     ),
     pytest.param(
-        "llama2-7b", {"dp": 8, "tp": 2, "pp": 4, "zero": 2, "recompute": Recompute.FULL}, id="7b on 64"
+        "qwen3-8b", {"dp": 8, "tp": 2, "pp": 4}, {"zero": 2, "recompute": Recompute.FULL}, id="8b on 64"
     ),
     pytest.param(
         "llama2-70b",
-        {"dp": 4, "tp": 8, "pp": 4, "zero": 1, "recompute": Recompute.FULL},
+        {"dp": 4, "tp": 8, "pp": 4},
+        {"zero": 1, "recompute": Recompute.FULL},
         id="70b on 128",
         marks=pytest.mark.full,
     ),
     pytest.param(
         "llama2-70b",
-        {"dp": 8, "tp": 8, "pp": 4, "zero": 3, "recompute": Recompute.FULL},
+        {"dp": 8, "tp": 8, "pp": 4},
+        {"zero": 3, "recompute": Recompute.FULL},
         id="70b on 256",
         marks=pytest.mark.full,
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "settings"), LARGE)
-def test_large_models_agree(name: str, settings: dict[str, Any]) -> None:
-    model = load_config(name)
-    layout = Layout(
-        shape=shape_of(model),
-        hardware=load_hardware("h100-80g"),
-        microbatch=1,
-        global_batch=16 * settings["dp"],
-        sequence=4096,
-        sequence_parallel=settings.get("tp", 1) > 1,
-        **{"dp": 1, **settings},
+@pytest.mark.parametrize(("name", "axes", "settings"), LARGE)
+def test_large_models_agree(name: str, axes: dict[str, int], settings: dict[str, Any]) -> None:
+    plan = StepPlan(
+        model=load_config(name),
+        microbatch_size=1,
+        microbatches=16,
+        sequence_length=4096,
+        sequence_parallel=axes.get("tp", 1) > 1,
+        dtype=Precision.BF16,
+        **settings,
     )
-    found = compare(model, layout)
+    layout = Layout(plan=plan, topology=Topology(**axes), hardware=load_hardware("h100-80g"))
+    found = compare(layout)
     assert abs(found.memory) < MEMORY_TOLERANCE and abs(found.time) < TIME_TOLERANCE, described(found)
+
+
+@pytest.mark.parametrize("model", [OWN, MIXED], ids=lambda model: model.name)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_kinds_of_layers_that_nobody_told_the_planner_of_are_planned(model: ModelConfig, zero: int) -> None:
+    """Of one's own module and configuration; of two kinds in one model, and with losses of their own."""
+    plan = StepPlan(
+        model=replace(model, max_positions=512, vocab_size=8192),
+        microbatch_size=2,
+        microbatches=8,
+        sequence_length=512,
+        zero=zero,
+        dtype=Precision.BF16,
+    )
+    layout = Layout(plan=plan, topology=Topology(dp=2, tp=2, pp=2), hardware=load_hardware("h100-80g"))
+    found = compare(layout)
+    assert abs(found.memory) < MEMORY_TOLERANCE and abs(found.time) < TIME_TOLERANCE, described(found)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_plan_counts_what_the_model_counts(name: str) -> None:
+    """Every parameter once, in every preset; a bias that only chooses experts has no gradient, and no state."""
+    model = load_config(name)
+    untrained = 0
+    for kind, count in model.kinds().items():
+        rule = getattr(getattr(kind, "feed_forward", None), "rule", None)
+        untrained += count * rule.experts if rule is not None and rule.choosing_bias else 0
+    plan = StepPlan(model=model, microbatch_size=1, microbatches=1, sequence_length=8)
+    parts = shapes_of(plan, 1)
+    held = [parts.embedding, parts.head]
+    held += [parts.layers[kind] for kind, count in model.kinds().items() for _ in range(count)]
+    counted = sum(one.elements for part in held for one in (*part.parameters, *part.root))
+    assert counted == model.parameters() - untrained
 
 
 SCHEDULES = [("1f1b", pp, count, 1) for pp in (1, 2, 5) for count in (1, 3, 9)]
@@ -189,67 +210,67 @@ SCHEDULES += [("gpipe", 3, 4, 1), ("interleaved", 2, 6, 2), ("interleaved", 4, 1
 
 
 @pytest.mark.parametrize(("name", "pp", "count", "chunks"), SCHEDULES)
-def test_the_walk_is_the_program_of_the_schedule(name: str, pp: int, count: int, chunks: int) -> None:
-    """The same computations in the same order, and receives posted after the same one."""
-    schedule = make_schedule(name, pp, count, chunks)
-    steps = compiled(name, pp, count, chunks).steps
-    for rank, program in enumerate(lower(schedule)):
-        computing = [place for place, step in enumerate(steps, 1) if step[0] == rank]
-        done: list[int] = []
-        posted: dict[Action, int] = {}
-        for item in program:
-            if isinstance(item, Receive):
-                posted[item.action] = done[-1] if done else 0
-            elif isinstance(item, Compute):
-                place = computing[len(done)]
-                _, slot, before, awaited, _ = steps[place - 1]
-                assert slot == 2 * item.action.chunk + (item.action.kind is Kind.BACKWARD)
-                assert before == (done[-1] if done else 0)
-                assert (awaited > 0) == (item.action in posted)
-                if awaited:
-                    assert steps[awaited - 1][0] == -1
-                    assert steps[awaited - 1][3] == posted[item.action]
-                done.append(place)
-        assert done == computing
+def test_the_walk_is_the_schedule_in_time(name: str, pp: int, count: int, chunks: int) -> None:
+    """With messages that take no time, a rank's last action ends when the schedule's own clock says."""
+    spans = schedule.simulate(make_schedule(name, pp, count, chunks))
+    seconds = (tuple((float(1 + slot % 2),) * 3 for slot in range(2 * chunks)),) * pp
+    found = walk(compiled(name, pp, count, chunks), (0.0,) * pp, seconds, pp)
+    assert found.ends == tuple(max(span.stop for span in of_rank) for of_rank in spans)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_few_ranks_and_microbatches_stand_for_many(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     chunks, pp = rng.choice((1, 1, 2)), rng.choice((2, 4, 16))
-    layout = Layout(
-        shape=shape_of(load_config("llama2-7b")),
-        hardware=load_hardware("a100-80g"),
-        dp=4,
-        tp=2,
-        pp=pp,
-        zero=rng.choice((0, 1, 2, 3)),
-        microbatch=1,
-        global_batch=4 * 6 * pp,
-        sequence=2048,
-        schedule="interleaved" if chunks > 1 else "1f1b",
+    plan = StepPlan(
+        model=load_config("llama2-7b"),
+        microbatch_size=1,
+        microbatches=6 * pp,
+        sequence_length=2048,
+        schedule=ScheduleName.INTERLEAVED if chunks > 1 else ScheduleName.ONE_F_ONE_B,
         virtual_stages=chunks,
-        recompute=rng.choice((Recompute.NONE, Recompute.FULL)),
+        sequence_parallel=True,
+        zero=rng.choice((0, 1, 2, 3)),
+        recompute=rng.choice(list(Recompute)),
+        dtype=Precision.BF16,
     )
+    layout = Layout(plan=plan, topology=Topology(dp=4, tp=2, pp=pp), hardware=load_hardware("a100-80g"))
     few = step_time(layout).seconds
-    monkeypatch.setattr(step, "RANKS", pp)
-    monkeypatch.setattr(step, "walked_microbatches", lambda schedule, ranks, chunks, count: count)
+    monkeypatch.setattr(cost, "RANKS", pp)
+    monkeypatch.setattr(cost, "walked_microbatches", lambda schedule, ranks, chunks, count: count)
     assert few == pytest.approx(step_time(layout).seconds, rel=0.005)
 
 
-def test_constants_are_the_engines() -> None:
-    assert (LOGIT_CHUNK, LOGIT_ROWS) == (CHUNK_LOGITS, CHUNK_TOKENS)
-    assert BUCKET_ELEMENTS == DEFAULT_BUCKET_ELEMENTS
+def test_what_a_process_gives_back_is_told_once() -> None:
     assert staging.OWN_MAPPING_BYTES == OWN_MAPPING_BYTES
 
 
 def test_a_large_vocabulary_costs_its_chunks() -> None:
     """Chunks hold 512 tokens at least, so that each reading of the head is used: eight times the words, eight times."""
-    layout = replace(draw(random.Random(1))[1], tp=1, pp=1, dp=1, zero=0, recompute=Recompute.NONE)
-    shape = layout.shape
+    plan = StepPlan(
+        model=load_config("llama2-7b"),
+        microbatch_size=1,
+        microbatches=4,
+        sequence_length=1024,
+        dtype=Precision.BF16,
+    )
 
     def head(vocabulary: int) -> float:
-        found = step_time(replace(layout, shape=replace(shape, vocab=vocabulary)))
-        return found.compute - step_time(replace(layout, shape=replace(shape, vocab=16))).compute
+        model = replace(plan.model, vocab_size=vocabulary)
+        found = Layout(
+            plan=replace(plan, model=model), topology=Topology(), hardware=load_hardware("h100-80g")
+        )
+        return step_time(found).compute
 
-    assert 6.5 < head(256_000) / head(32_000) < 8.5
+    none = head(16)
+    assert 6.5 < (head(256_000) - none) / (head(32_000) - none) < 8.5
+
+
+def test_torch_comes_with_the_first_price_and_not_before() -> None:
+    program = (
+        "import sys\n"
+        "from triaxis.launch.planner.search import Request\n"
+        "import triaxis.launch.planner.cost, triaxis.launch.planner.held, triaxis.launch.pages.report\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,12 +1,11 @@
-"""What a model is to the planner: sizes alone, dense or with experts. Standard library only."""
+"""What a model is to the closed forms: sizes alone, dense or with experts. Standard library only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triaxis.models.config import ModelConfig, NormKind
+from triaxis.models.config import ModelConfig
 from triaxis.models.kinds import ActivationKind, Dense, GroupedAttention, Layer
-from triaxis.models.positions import Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,7 @@ class Shape:
 
     gated: three MLP matrices, not two; experts: routed ones in each of the last layers - dense_layers layers,
     chosen of them for a token, expert_ffn wide, besides a shared MLP of shared_ffn; bound_rows: embeddings that
-    are not the vocabulary's (learned positions); rms: norms are RMS norms; rotary: positions are; biased: projections
-    have biases
+    are not the vocabulary's (learned positions)
     """
 
     layers: int
@@ -46,9 +44,6 @@ class Shape:
     shared_ffn: int = 0
     dense_layers: int = 0
     latent: Latent | None = None
-    rms: bool = True
-    rotary: bool = True
-    biased: bool = False
 
     @property
     def mlp_matrices(self) -> int:
@@ -86,10 +81,6 @@ class Shape:
             return self.head_size, self.head_size
         return self.latent.plain + self.latent.rotary, self.latent.value
 
-    def attention_features(self, tensor: int) -> tuple[float, float]:
-        """Of the queries, and of the keys or the values, on one of `tensor` ranks, without latents."""
-        return self.heads * self.head_size / tensor, max(self.kv_heads / tensor, 1.0) * self.head_size
-
     def attention_parameters(self) -> int:
         """Weights of one layer's attention."""
         return _weights(self.attention_matmuls())
@@ -123,7 +114,7 @@ class Shape:
         return layers + ends
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
-        """Model FLOPs of forward and backward for one token (planning formula C.5), the head included."""
+        """Model FLOPs of forward and backward for one token, the head included."""
         active = 0
         routed = self.expert_layers
         active += self.layers * self.attention_parameters()
@@ -141,7 +132,7 @@ class Shape:
 
 
 def shape_of(model: ModelConfig) -> Shape:
-    """The planner's view of a model of this engine."""
+    """The sizes of one of this engine's dense models, as other engines would train it."""
     layer = model.kind(0)
     if not (
         isinstance(layer, Layer)
@@ -149,7 +140,7 @@ def shape_of(model: ModelConfig) -> Shape:
         and isinstance(feed_forward := layer.feed_forward, Dense)
     ):
         raise ValueError(
-            f"a model that is planned must have grouped attention and dense MLPs; {model.name} has not"
+            f"a model of other engines must have grouped attention and dense MLPs; {model.name} has not"
         )
     return Shape(
         layers=model.layers,
@@ -162,9 +153,6 @@ def shape_of(model: ModelConfig) -> Shape:
         gated=feed_forward.activation is ActivationKind.SWIGLU,
         tied=model.tied,
         bound_rows=model.position_parameters() // model.hidden_size,
-        rms=model.norm == NormKind.RMSNORM,
-        rotary=isinstance(model.positions, Rope),
-        biased=attention.output_bias or feed_forward.bias,
     )
 
 

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from triaxis.engine.plan import Precision, Recompute, StepPlan
 from triaxis.launch.hardware.hardware import Hardware
-from triaxis.launch.planner.layout import DEEPSPEED, FSDP, MEGATRON, TRIAXIS, Layout, Recompute, Software
-from triaxis.launch.planner.memory import memory
+from triaxis.launch.planner.held import memory as own_memory
+from triaxis.launch.planner.layout import Layout
+from triaxis.launch.planner.price import Memory
 from triaxis.launch.planner.search import Candidate, Request, Space, by_preference, candidates, lightest
-from triaxis.launch.planner.shapes import shape_of
 from triaxis.launch.planner.table import DENSE_671B, QWEN_1_8B
+from triaxis.launch.published.layout import DEEPSPEED, FSDP, MEGATRON, Recipe, Software
+from triaxis.launch.published.memory import memory
+from triaxis.launch.published.shapes import shape_of
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
+from triaxis.parallel.places.topology import Topology
 
 MODELS: Final = {
     "1.8B": QWEN_1_8B,
@@ -24,7 +29,8 @@ MODELS: Final = {
     "671B": DENSE_671B,
 }
 
-ENGINES: Final = {"triaxis": TRIAXIS, "Megatron-LM": MEGATRON, "DeepSpeed": DEEPSPEED, "PyTorch FSDP": FSDP}
+ENGINES: Final = {"Megatron-LM": MEGATRON, "DeepSpeed": DEEPSPEED, "PyTorch FSDP": FSDP}
+OWN: Final = "triaxis"
 NAMES: Final = {
     "triaxis": ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"),
     "Megatron-LM": ("DDP", "distributed optimizer", None, None),
@@ -57,34 +63,50 @@ class States:
 
 def model_states(model: ModelConfig, ranks: int, hardware: Hardware) -> Iterator[States]:
     """Every engine and stage, for a model replicated over `ranks` (pure data parallelism)."""
-    for engine, software in ENGINES.items():
-        for stage, name in enumerate(NAMES[engine]):
+    for engine, names in NAMES.items():
+        for stage, name in enumerate(names):
             if name is not None:
-                yield _states(model, ranks, hardware, engine, software, stage, name)
+                held = (
+                    _own(model, ranks, hardware, stage)
+                    if engine == OWN
+                    else _theirs(model, ranks, hardware, ENGINES[engine], stage)
+                )
+                yield States(
+                    engine=engine,
+                    stage=stage,
+                    name=name,
+                    parameters=held.parameters,
+                    gradients=held.gradients,
+                    optimizer=held.optimizer,
+                    buffers=held.buffers,
+                )
 
 
-def _states(
-    model: ModelConfig, ranks: int, hardware: Hardware, engine: str, software: Software, stage: int, name: str
-) -> States:
-    layout = Layout(
-        shape=shape_of(model),
-        hardware=hardware,
-        dp=ranks,
-        microbatch=1,
-        global_batch=ranks,
-        sequence=1,
+def _own(model: ModelConfig, ranks: int, hardware: Hardware, stage: int) -> Memory:
+    """This engine's, with one token a sequence."""
+    plan = StepPlan(
+        model=model,
+        microbatch_size=1,
+        microbatches=1,
+        sequence_length=1,
         zero=stage,
-        software=software,
+        dtype=Precision.BF16,
     )
-    held = memory(layout)
-    return States(
-        engine=engine,
-        stage=stage,
-        name=name,
-        parameters=held.parameters,
-        gradients=held.gradients,
-        optimizer=held.optimizer,
-        buffers=held.buffers,
+    return own_memory(Layout(plan=plan, topology=Topology(dp=ranks), hardware=hardware))
+
+
+def _theirs(model: ModelConfig, ranks: int, hardware: Hardware, software: Software, stage: int) -> Memory:
+    return memory(
+        Recipe(
+            shape=shape_of(model),
+            hardware=hardware,
+            dp=ranks,
+            microbatch=1,
+            global_batch=ranks,
+            sequence=1,
+            zero=stage,
+            software=software,
+        )
     )
 
 
@@ -125,7 +147,7 @@ def counts(hardware: Hardware, largest: int = 16384) -> Iterator[int]:
 
 
 def least_accelerators(
-    model: ModelConfig, name: str, hardware: Hardware, seq: int, dtype: str = "bf16"
+    model: ModelConfig, name: str, hardware: Hardware, seq: int, dtype: Precision = Precision.BF16
 ) -> Candidate | None:
     """The fewest accelerators that hold the model at all, everything sharded and recomputed; None if 16,384 do not."""
     for count in counts(hardware):
@@ -137,7 +159,7 @@ def least_accelerators(
 
 def _recommended(model: ModelConfig, hardware: Hardware, seq: int) -> Candidate | None:
     for count in counts(hardware):
-        request = _request(model, model.name, hardware, seq, count, "bf16")
+        request = _request(model, model.name, hardware, seq, count, Precision.BF16)
         space = Space(microbatches=(1,), recomputes=(Recompute.NONE,), virtual_stages=(1,))
         found = [
             one
@@ -149,7 +171,9 @@ def _recommended(model: ModelConfig, hardware: Hardware, seq: int) -> Candidate 
     return None
 
 
-def _request(model: ModelConfig, name: str, hardware: Hardware, seq: int, count: int, dtype: str) -> Request:
+def _request(
+    model: ModelConfig, name: str, hardware: Hardware, seq: int, count: int, dtype: Precision
+) -> Request:
     """Four sequences a step for each accelerator, so that any topology has microbatches."""
     longest = replace(model, max_positions=max(seq, model.max_positions))
     return Request(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from triaxis.engine.config import ConfigError
+from triaxis.engine.plan import Precision, Recompute
 from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.hardware.hardware import load_hardware
@@ -27,8 +28,6 @@ from triaxis.launch.planner.explain import (
     parse_wish,
     seconds_text,
 )
-from triaxis.launch.planner.layout import Recompute
-from triaxis.launch.planner.memory_tables import counts, least_accelerators, model_states, needs
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Plan, Request, Space, candidates, lightest, pareto, search
 from triaxis.launch.planner.table import (
@@ -39,6 +38,7 @@ from triaxis.launch.planner.table import (
     STAGE_LAYERS,
     topology_by_rule,
 )
+from triaxis.launch.published.memory_tables import counts, least_accelerators, model_states, needs
 from triaxis.launch.published.recommended import nearest, recommendations
 from triaxis.launch.published.score import SHIPPED
 from triaxis.models.fields import fields_of
@@ -187,8 +187,8 @@ def test_the_best_is_the_fastest_that_surely_fits(plan_70b: Plan) -> None:
     assert all(dp * tp * pp == 64 for dp, tp, pp in tried)
     assert {(64, 1, 1), (8, 4, 2), (1, 64, 1), (1, 1, 64), (1, 8, 8)} <= tried
     assert {one.layout.zero for one in plan_70b.candidates} == {0, 1, 2, 3}
-    assert {one.layout.recompute for one in plan_70b.candidates} == {Recompute.NONE, Recompute.FULL}
-    assert {one.layout.schedule for one in plan_70b.candidates} == {"1f1b", "interleaved"}
+    assert {one.layout.plan.recompute for one in plan_70b.candidates} == {Recompute.NONE, Recompute.FULL}
+    assert {one.layout.plan.schedule for one in plan_70b.candidates} == {"1f1b", "interleaved"}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_every_command_starts_what_was_priced(
 ) -> None:
     seq = min(1024, load_config(model).max_positions)
     dtype = "bf16" if hardware != "v100-16g" else "fp32"
-    wish = request(model, gpus, hardware, seq=seq, global_batch=global_batch, dtype=dtype)
+    wish = request(model, gpus, hardware, seq=seq, global_batch=global_batch, dtype=Precision(dtype))
     plan = search(wish)
     assert plan.best is not None
     for one in plan.fitting[:: len(plan.fitting) // 5 + 1]:
@@ -221,8 +221,8 @@ def test_every_command_starts_what_was_priced(
         assert resolved.microbatches == layout.microbatches
         assert resolved.virtual_stages == layout.virtual_stages
         assert (config.sp, config.recompute) == (
-            layout.sequence_parallel,
-            layout.recompute == Recompute.FULL,
+            layout.plan.sequence_parallel,
+            layout.recomputes,
         )
         assert config.steps == -(-(10**9) // (global_batch * seq))
 
@@ -333,7 +333,9 @@ def test_an_impossible_request_says_the_least_that_would_do(
 
 def test_the_least_there_is() -> None:
     hardware = load_hardware("v100-16g")
-    assert least_accelerators(load_config("llama2-7b"), "llama2-7b", hardware, 4096, "fp32") is not None
+    assert (
+        least_accelerators(load_config("llama2-7b"), "llama2-7b", hardware, 4096, Precision.FP32) is not None
+    )
     assert list(counts(load_hardware("a100-80g"), 64)) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
 
 
@@ -376,7 +378,7 @@ def test_needs_are_least(table: dict[str, dict[str, Any]]) -> None:
         assert need.least is not None and need.recommended is not None
         assert need.least.layout.gpus <= need.recommended.layout.gpus
         assert need.recommended.memory_bytes <= 0.8 * hardware.memory_bytes
-        assert need.recommended.layout.recompute == Recompute.NONE
+        assert need.recommended.layout.plan.recompute == Recompute.NONE
         half = need.least.layout.gpus // 2
         light = lightest(request(need.model.name, half, global_batch=4 * half))
         assert not any(one.fits for one in light)

@@ -1,97 +1,55 @@
-"""The memory of the fullest rank in closed form, by category, as this engine or another holds it. No torch.
+"""The memory of the fullest rank of other engines in closed form, by category. No torch.
 
-Model states follow planning formula C.2 and the software's own accounts (layout.Software); activations are what the
-layers keep for backward, part by part (C.3), times what the schedule holds at once (C.4).
+Model states follow the software's own accounts (layout.Software); activations are what the layers keep for backward,
+part by part, times what the schedule holds at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
-from triaxis.launch.planner.engine.memory import Held, own_memory, own_parameters
-from triaxis.launch.planner.engine.staging import process_bytes
-from triaxis.launch.planner.engine.step import is_own
-from triaxis.launch.planner.layout import (
+from triaxis.launch.hardware.device import context_bytes
+from triaxis.launch.planner.price import Memory
+from triaxis.launch.published.layout import (
     ELEMENT_BYTES,
-    LOGIT_CHUNK,
-    LOGIT_ROWS,
+    MEGATRON,
     QUANTIZED,
-    TRIAXIS,
-    Layout,
+    Recipe,
     Recompute,
     Software,
 )
 
-COMMUNICATOR_BYTES: Final = 0.4e9  # of each kind of communicator that a rank has
 BUCKETS_UNDER_WAY: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes of one rank at its peak, by category.
+class _Held:
+    """A rank's bytes at its peak besides model states."""
 
-    buffers: gathered parameters, gradients under way, messages; temporaries: of the layer in backward, or of the
-    update where it takes more than backward did
-    fragments: what the allocator holds besides; context: the device's context and communicators
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
     activations: float
     logits: float
     buffers: float
     temporaries: float
-    fragments: float
-    context: float
-    stage: int
-
-    @property
-    def model_states(self) -> float:
-        """Parameters, gradients and optimizer states."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def allocated(self) -> float:
-        """Bytes of tensors: what torch.cuda.max_memory_allocated shows."""
-        return self.model_states + self.activations + self.logits + self.buffers + self.temporaries
-
-    @property
-    def reserved(self) -> float:
-        """Bytes that the allocator takes from the device for them."""
-        return self.allocated + self.fragments
 
     @property
     def total(self) -> float:
-        """Bytes of the device: what must fit."""
-        return self.reserved + self.context
-
-    def by_category(self) -> dict[str, float]:
-        """Every category and its bytes."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stage"}
+        return self.activations + self.logits + self.buffers + self.temporaries
 
 
-def memory(layout: Layout) -> Memory:
+def memory(layout: Recipe) -> Memory:
     """The memory of the fullest pipeline stage's ranks."""
     counts = layout.stage_layers()
-    candidates = sorted({0, 0 if is_own(layout) else min(1, layout.pp - 1), layout.pp - 1})
+    candidates = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     return max((stage_memory(layout, stage, counts[stage]) for stage in candidates), key=lambda it: it.total)
 
 
-def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
-    """The memory of a rank of pipeline stage `stage`, which holds `layers` layers.
-
-    This engine's own layouts are followed through backward, as its trace is (engine/memory.py).
-    """
+def stage_memory(layout: Recipe, stage: int, layers: int) -> Memory:
+    """The memory of a rank of pipeline stage `stage`, which holds `layers` layers."""
     software = layout.software
-    if is_own(layout):
-        states = _states(layout, own_parameters(layout, stage), 0.0)
-        besides = own_memory(layout, stage)
-    else:
-        states, besides = _stage(layout, stage, layers)
+    states, besides = _stage(layout, stage, layers)
     allocated = sum(states) + besides.total
-    on_cpu = layout.hardware.context_bytes is not None
+    groups = layout.tp, layout.pp, layout.replicas, layout.ep
     return Memory(
         parameters=states[0],
         gradients=states[1],
@@ -100,24 +58,20 @@ def stage_memory(layout: Layout, stage: int, layers: int) -> Memory:
         logits=besides.logits,
         buffers=besides.buffers,
         temporaries=besides.temporaries,
-        fragments=0.0 if on_cpu else _fragmented(layout) * allocated,
-        context=process_bytes(
-            layout, stage, layers, held=_held(layout, stage, layers), states=states, allocated=allocated
-        )
-        if on_cpu
-        else software.context_bytes
-        + (layout.replicas > 1) * software.bucket_bytes
-        + COMMUNICATOR_BYTES * sum(size > 1 for size in (layout.tp, layout.pp, layout.replicas, layout.ep)),
+        fragments=_fragmented(layout) * allocated,
+        context=context_bytes(groups)
+        + software.libraries_bytes
+        + (layout.replicas > 1) * software.bucket_bytes,
         stage=stage,
     )
 
 
-def _kept_by_layer(layout: Layout, stage: int, layers: int) -> float:
+def _kept_by_layer(layout: Recipe, stage: int, layers: int) -> float:
     """Bytes of one microbatch that a layer of the stage keeps for backward, without recompute."""
     return layer_activations(layout, _routed(layout, stage, layers) / layers)
 
 
-def _held(layout: Layout, stage: int, layers: int) -> float:
+def _held(layout: Recipe, stage: int, layers: int) -> float:
     """Bytes of one microbatch between a layer's forward and backward."""
     inputs = ELEMENT_BYTES[layout.dtype] * layout.tokens * layout.shape.hidden / _outer(layout)
     if layout.recompute in (Recompute.SELECTIVE, Recompute.MLP) and layout.flash_attention:
@@ -125,7 +79,7 @@ def _held(layout: Layout, stage: int, layers: int) -> float:
     return inputs if layout.recompute == Recompute.FULL else _kept_by_layer(layout, stage, layers)
 
 
-def _stage(layout: Layout, stage: int, layers: int) -> tuple[tuple[float, float, float], Held]:
+def _stage(layout: Recipe, stage: int, layers: int) -> tuple[tuple[float, float, float], _Held]:
     """Model states and what another engine holds besides."""
     shape, software = layout.shape, layout.software
     routed = _routed(layout, stage, layers)
@@ -158,10 +112,10 @@ def _stage(layout: Layout, stage: int, layers: int) -> tuple[tuple[float, float,
     temporaries = spare + (max(working - logits, head_spare) if last else working)
     updated = software.update_bytes * states[2] / software.state_bytes
     temporaries = max(temporaries, updated - activations - logits - buffers)
-    return states, Held(activations=activations, logits=logits, buffers=buffers, temporaries=temporaries)
+    return states, _Held(activations=activations, logits=logits, buffers=buffers, temporaries=temporaries)
 
 
-def _fragmented(layout: Layout) -> float:
+def _fragmented(layout: Recipe) -> float:
     """Share of what tensors take that the allocator holds besides."""
     software = layout.software
     gathers = layout.zero == 3 and layout.shards > 1
@@ -172,12 +126,12 @@ def _fragmented(layout: Layout) -> float:
     )
 
 
-def _outer(layout: Layout) -> int:
+def _outer(layout: Recipe) -> int:
     """Over how many ranks tokens are cut between tensor-parallel parts."""
     return layout.tp if layout.sequence_parallel else 1
 
 
-def _routed(layout: Layout, stage: int, layers: int) -> int:
+def _routed(layout: Recipe, stage: int, layers: int) -> int:
     """How many of a stage's layers have experts: all but the model's first few."""
     shape = layout.shape
     if not shape.experts:
@@ -191,7 +145,7 @@ def _routed(layout: Layout, stage: int, layers: int) -> int:
 
 
 def state_bytes(
-    parameters: float, *, zero: int, shards: int, software: Software = TRIAXIS, dtype: str = "bf16"
+    parameters: float, *, zero: int, shards: int, software: Software = MEGATRON, dtype: str = "bf16"
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states of one rank that holds `parameters` before sharding.
 
@@ -208,7 +162,7 @@ def state_bytes(
     )
 
 
-def _states(layout: Layout, dense: float, expert: float) -> tuple[float, float, float]:
+def _states(layout: Recipe, dense: float, expert: float) -> tuple[float, float, float]:
     if layout.states_on_host:
         return 0.0, 0.0, 0.0
     parts = [
@@ -219,7 +173,7 @@ def _states(layout: Layout, dense: float, expert: float) -> tuple[float, float, 
     return (weights, gradients, optimizer) if layout.trains_weights else (weights, 0.0, 0.0)
 
 
-def layers_in_flight(layout: Layout, stage: int, layers: int) -> float:
+def layers_in_flight(layout: Recipe, stage: int, layers: int) -> float:
     """Layers × microbatches whose activations a rank of `stage` holds at its peak."""
     count, stages, chunks = layout.microbatches, layout.pp, layout.virtual_stages
     if layout.schedule == "gpipe":
@@ -229,7 +183,7 @@ def layers_in_flight(layout: Layout, stage: int, layers: int) -> float:
     return layers / chunks * min(count * chunks, (chunks - 1) * stages + 2 * (stages - stage - 1) + 1)
 
 
-def layer_activations(layout: Layout, share: float = 0.0) -> float:
+def layer_activations(layout: Recipe, share: float = 0.0) -> float:
     """Bytes that a layer keeps for backward of one microbatch on one rank, without recompute.
 
     share: of the layers, those with experts; the result is their mean
@@ -238,7 +192,7 @@ def layer_activations(layout: Layout, share: float = 0.0) -> float:
     return (1 - share) * plain + (share * _kept(layout, routed=True) if share else 0.0)
 
 
-def _kept(layout: Layout, *, routed: bool) -> float:
+def _kept(layout: Recipe, *, routed: bool) -> float:
     shape, tensor, outer = layout.shape, layout.tp, _outer(layout)
     element = ELEMENT_BYTES[layout.dtype]
     eager = layout.software.eager
@@ -273,7 +227,7 @@ def _kept(layout: Layout, *, routed: bool) -> float:
     return per_token * layout.tokens
 
 
-def _layer_temporaries(layout: Layout) -> float:
+def _layer_temporaries(layout: Recipe) -> float:
     """Gradients of one layer's widest part in backward, and the tokens it gathers over tp."""
     shape = layout.shape
     element = ELEMENT_BYTES[layout.dtype]
@@ -283,21 +237,13 @@ def _layer_temporaries(layout: Layout) -> float:
     return element * layout.tokens * (gradients + gathered)
 
 
-def _logits(layout: Layout) -> float:
+def _logits(layout: Recipe) -> float:
     """Bytes of logits and their gradients at the loss's peak."""
     logits = layout.tokens * layout.shape.vocab / layout.tp
-    if layout.software.logit_bytes:
-        return layout.software.logit_bytes * logits
-    element = ELEMENT_BYTES[layout.dtype]
-    product = (
-        element * layout.shape.embedding_parameters() / layout.tp
-    )  # a 16-bit weight's gradient of one chunk
-    hidden = 2 * element * layout.tokens * layout.shape.hidden
-    chunk = max(LOGIT_CHUNK, LOGIT_ROWS * layout.shape.vocab / layout.tp)
-    return 6.0 * min(logits, chunk) + hidden + (product if element == 2 else 0.0)
+    return layout.software.logit_bytes * logits
 
 
-def _buffers(layout: Layout, layer: float) -> float:
+def _buffers(layout: Recipe, layer: float) -> float:
     """Gathered parameters and unreduced gradients of ZeRO 2 and 3, and the pipeline's messages. layer: parameters"""
     shape, software = layout.shape, layout.software
     element = ELEMENT_BYTES[layout.dtype]

@@ -1,9 +1,9 @@
 """The buffers of unreduced gradients under ZeRO 2 and 3, followed through backward passes.
 
-The ZeRO engine takes a buffer from a pool when a bucket's first gradient comes, reduces the bucket when its last one
-has come, and gives the buffer back once UNDER_WAY later ones are under way. The pool keeps buffers by size. A bucket
-that spans the model (the last norm is registered with the embedding) needs a second buffer when the next microbatch
-begins before its reduction is over.
+The engine takes a buffer from a pool when a bucket's first gradient comes, reduces the bucket when its last one has
+come, and gives the buffer back when ReductionQueue says that its reduction must end. The pool keeps buffers by size. A
+bucket that spans the model (the last norm is registered with the embedding) needs a second buffer when the next
+microbatch begins before its reduction is over.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from itertools import groupby
 from operator import mul
 from typing import Final
 
-from triaxis.launch.planner.engine.buckets import UNDER_WAY, Chunk
-from triaxis.launch.planner.engine.pipeline import walked_microbatches
+from triaxis.launch.planner.chunks import Chunk
+from triaxis.launch.planner.walk import walked_microbatches
+from triaxis.parallel.pipeline.limits import SENDS_UNDER_WAY
 from triaxis.parallel.pipeline.schedule import Kind, make_schedule
+from triaxis.parallel.replicas.limits import REDUCTIONS_UNDER_WAY
+from triaxis.parallel.replicas.reductions import ReductionQueue
 
-SENDS: Final = 4  # tensors that a rank keeps for its peers
 SETTLED: Final = 4  # passes through a chunk after which no buffer is new
-
 
 Pooled = tuple[int, float, float]
 """From a moment of a chunk's backward on: elements of the buffers made, and of the reductions' results under way."""
@@ -45,13 +46,13 @@ def pooled(chunks: tuple[Chunk, ...], runs: tuple[tuple[int, int], ...]) -> tupl
 
 
 class _Pool:
-    """The buffers of unreduced gradients, as ZeRO takes and gives them: kept by size, of reductions two."""
+    """The buffers of unreduced gradients, as ZeRO takes and gives them."""
 
     def __init__(self) -> None:
         self._made, self._reduced = 0.0, 0.0
-        self._free = Counter[float]()
-        # elements of the buffer, of its result
-        self._under_way: dict[tuple[int, int], tuple[float, float]] = {}
+        self._free = Counter[int]()
+        self._queue = ReductionQueue[tuple[int, int]](REDUCTIONS_UNDER_WAY)
+        self._under_way: dict[tuple[int, int], tuple[int, int]] = {}  # elements of the buffer, of its result
         self._known: set[int] = set()
 
     @property
@@ -62,25 +63,26 @@ class _Pool:
     def run(self, chunk: Chunk, number: int) -> tuple[Pooled, ...]:
         """A backward pass. number: the chunk's, on its rank."""
         course: list[Pooled] = [(-1, self._made, self._reduced)]
-        free, under_way, added = self._free, self._under_way, number in self._known
+        added = number in self._known
         for moment, begins, bucket, elements in _events(chunk):
             if begins:
-                if free[elements]:
-                    free[elements] -= 1
+                if self._free[elements]:
+                    self._free[elements] -= 1
                     continue
                 self._made += elements
             else:
-                key = number, bucket
-                if key in under_way:
-                    self._finish(key)
-                result = elements if added else 0.0
-                under_way[key] = elements, result
-                self._reduced += result
-                if len(under_way) > UNDER_WAY:
-                    self._finish(next(iter(under_way)))
+                self._reduce((number, bucket), elements, elements if added else 0)
             course.append((moment, self._made, self._reduced))
         self._known.add(number)
         return tuple(course)
+
+    def _reduce(self, key: tuple[int, int], elements: int, result: int) -> None:
+        if key in self._queue:
+            self._finish(key)
+        self._under_way[key] = elements, result
+        self._reduced += result
+        for earlier in self._queue.issue(key):
+            self._finish(earlier)
 
     def _finish(self, key: tuple[int, int]) -> None:
         buffer, result = self._under_way.pop(key)
@@ -89,10 +91,10 @@ class _Pool:
 
 
 @lru_cache(maxsize=4096)
-def _events(chunk: Chunk) -> tuple[tuple[int, bool, int, float], ...]:
+def _events(chunk: Chunk) -> tuple[tuple[int, bool, int, int], ...]:
     """(moment, begins, number and elements of the bucket): its buffer is taken in that moment, or is reduced before."""
     events = [(bucket.first, True, bucket.number, bucket.elements) for bucket in chunk.buckets]
-    events += [(bucket.last + 1, False, bucket.number, bucket.elements) for bucket in chunk.buckets]
+    events += [(bucket.whole + 1, False, bucket.number, bucket.elements) for bucket in chunk.buckets]
     return tuple(sorted(events))
 
 
@@ -132,7 +134,7 @@ def heaviest_passes(
             order.append(action.chunk)
             flying.append(tuple(begun))
             begun[action.chunk] -= 1
-            sent.append(min(made, SENDS))
+            sent.append(min(made, SENDS_UNDER_WAY))
             made += chunks > 1 or stage > 0
     window = len(order)
     weights = [sum(map(mul, counts, layers)) for counts in flying]
@@ -153,5 +155,5 @@ def heaviest_passes(
 
 
 def _latest(numbers: Iterable[int], weights: Sequence[int]) -> int:
-    """Of the heaviest."""
+    """The last of those with the largest weight."""
     return max(numbers, key=lambda number: (weights[number], number))
