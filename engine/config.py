@@ -92,6 +92,8 @@ class RunConfig:
 
     dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
     accumulate_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_param: Literal["none", "cpu"] = "none"
     recompute: bool = False
     seed: int = 0
 

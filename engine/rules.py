@@ -269,6 +269,11 @@ def _training_faults(config: RunConfig) -> list[str]:
             f"`warmup_steps` must be less than steps {config.steps}, but is {config.warmup_steps}; "
             f"use at most {config.steps - 1}"
         )
+    if config.offload_param != "none" and config.zero != 3:
+        faults.append(
+            f"`offload_param` must be none but with zero 3, which shards parameters, but is {config.offload_param}; "
+            "use --zero 3"
+        )
     if config.accumulate_dtype == "bf16" and config.dtype != "bf16":
         faults.append(
             f"`accumulate_dtype` must be auto with dtype {config.dtype}, but is bf16; use it with --dtype bf16"

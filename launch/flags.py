@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from enum import EnumType
 from types import UnionType
@@ -11,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from triaxis.engine.config import RunConfig
 from triaxis.launch.command_line import Claim, Parser, number, one_of, whole
+from triaxis.launch.deepspeed import combined, read_deepspeed
+from triaxis.launch.trainer_flags import translated
 
 DESCRIPTION = """Train a language model on tp × pp × dp ranks.
 
@@ -39,19 +42,15 @@ ELSEWHERE = {
     "--seq-len": "--seq",
     "--max-length": "--seq",
     "--train-iters": "--steps",
-    "--max-steps": "--steps",
     "--lr": "--learning-rate",
     "--lr-decay-style": "--lr-scheduler-type",
     "--clip-grad": "--max-grad-norm",
     "--gradient-clipping": "--max-grad-norm",
-    "--gradient-checkpointing": "--recompute",
     "--activation-checkpointing": "--recompute",
     "--recompute-activations": "--recompute",
     "--zero-stage": "--zero",
-    "--bf16": "--dtype bf16",
     "--save-interval": "--save-steps",
     "--save-limit": "--save-total-limit",
-    "--resume-from-checkpoint": "--resume",
     "--load": "--resume",
     "--dataset": "--data",
     "--train-file": "--data",
@@ -112,6 +111,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "precision, memory and repeatability": {
         "dtype": "bf16 keeps fp32 master weights.",
         "accumulate_dtype": "What gradients are summed in; auto is fp32, and fp64 with fp64.",
+        "offload_optimizer": "Where optimizer states are: on the device, or in the host's memory (CPU runs only yet).",
+        "offload_param": "The same of ZeRO-3's parameters.",
         "recompute": "Run each block's forward again in backward, instead of keeping its activations.",
         "seed": "Decides initial values and the order of the data, whatever the layout.",
     },
@@ -153,8 +154,8 @@ def parse_flags(arguments: Sequence[str], speaks: bool) -> RunConfig:
 
 
 def train_parser(program: str, description: str, speaks: bool = True) -> Parser:
-    """A parser that knows the flags of a run; `program` may add its own."""
-    parser = Parser(prog=program, description=description, speaks=speaks, elsewhere=ELSEWHERE)
+    """A parser that knows the flags of a run; `program` may add its own. What is not given is not in its namespace."""
+    parser = RunParser(prog=program, description=description, speaks=speaks, elsewhere=ELSEWHERE)
     hints = get_type_hints(RunConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     for title, helps in GROUPS.items():
@@ -164,17 +165,52 @@ def train_parser(program: str, description: str, speaks: bool = True) -> Parser:
             kind = _kind(hints[name])
             said = "" if defaults[name] is None or kind is bool else f" (default: {defaults[name]})"
             said = " (default: True)" if defaults[name] is True else said
-            given: dict[str, Any] = {"dest": name, "default": defaults[name], "help": f"{text}{said}"}
+            given: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": f"{text}{said}"}
             if kind is bool:
                 group.add_argument(*names, action=Claim, **given)
             else:
                 group.add_argument(*names, type=_reader(kind), metavar=_metavar(kind), **given)
+    group = parser.add_argument_group("files of other programs")
+    group.add_argument(
+        "--deepspeed",
+        metavar="FILE",
+        help="A DeepSpeed JSON. Each key is honoured, named as changing nothing here, or refused (docs/deepspeed.md).",
+    )
     return parser
+
+
+class RunParser(Parser):
+    """A parser of a run's flags, of the Trainer's names for them, and of a DeepSpeed file beside them."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # as argparse declares it
+        try:
+            words, notes = translated(sys.argv[1:] if args is None else args)
+            found, rest = super().parse_known_args(words, namespace)
+            if found.deepspeed is not None:
+                file = read_deepspeed(found.deepspeed)
+                for name, value in combined(file, vars(found)).items():
+                    setattr(found, name, value)
+                notes += file.notes
+        except ValueError as error:
+            self.error(str(error))
+        if notes and self._speaks:
+            print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
+        return found, rest
 
 
 def config_of(options: argparse.Namespace) -> RunConfig:
     """The run among what was parsed."""
-    return RunConfig(**{name: getattr(options, name) for helps in GROUPS.values() for name in helps})
+    hints = get_type_hints(RunConfig)
+    given = {
+        name: getattr(options, name) for helps in GROUPS.values() for name in helps if hasattr(options, name)
+    }
+    kinds = {name: _kind(hints[name]) for name in given}
+    return RunConfig(
+        **{
+            name: kinds[name](value) if isinstance(kinds[name], EnumType) else value
+            for name, value in given.items()
+        }
+    )
 
 
 def _kind(hint: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import (
+    ConfigError,
     ResolvedRun,
     RunConfig,
     SaveStrategy,
@@ -66,6 +67,7 @@ def train(
     `config.resume` "auto" or a checkpoint goes on from there; see `triaxis.engine.run.resume.find_start`.
     """
     supervision = supervision or Supervision()
+    _refuse_offload(config, world)
     mesh = build_mesh(world, resolved.topology)
     directory = run_directory(config)
     with supervision.watch(directory, mesh, config.hang_timeout) as watch:
@@ -274,6 +276,15 @@ class _Run:
         loss, _ = self._training.evaluate(batches)
         rates.of_step()
         return loss, None
+
+
+def _refuse_offload(config: RunConfig, world: World) -> None:
+    """On a CPU all states are in the host's memory; on a GPU they cannot be kept there yet."""
+    for name in ("offload_optimizer", "offload_param"):
+        if getattr(config, name) != "none" and world.device.type == "cuda":
+            raise ConfigError(
+                (f"`{name}` must be none on GPUs, but is {getattr(config, name)}: not available there yet",)
+            )
 
 
 def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:

@@ -162,7 +162,6 @@ def test_every_flag_has_help_and_reads_with_hyphens_or_underscores() -> None:
     "flag",
     [
         "--attention_dropout",  # B21: there is none
-        "--deepspeed",  # B130, B131, B136: its JSON is not read, so that it cannot disagree with flags
         "--hf_checkpoint",  # B56, B80: weights of other programs are not imported
     ],
 )

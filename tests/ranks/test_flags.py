@@ -85,6 +85,8 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
 """By flag: what else is given, and what is given beside that for the flag to be seen."""
 
 ELSEWHERE = {
+    "offload_optimizer": "ranks/test_offload.py::test_offload_optimizer_changes_nothing_on_a_cpu",
+    "offload_param": "ranks/test_offload.py::test_offload_param_changes_nothing_on_a_cpu",
     "model_name_or_path": "ranks/test_huggingface_runs.py::test_chats_and_a_folder_in_a_folder_out",
     "init_from": "ranks/test_huggingface_runs.py::test_weights_alone_begin_another_run",
     "save_hf": "ranks/test_huggingface_runs.py::test_chats_and_a_folder_in_a_folder_out",
