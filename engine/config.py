@@ -117,6 +117,7 @@ class RunConfig:
     hang_timeout: float = 240.0
     on_nan: Literal["stop", "skip"] = "stop"
     spike_factor: float | None = None
+    straggler_factor: float = 2.0
     elastic: bool = False
 
 

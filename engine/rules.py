@@ -34,7 +34,7 @@ _POSITIVE = (
     ),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "bucket_elements"),
     *("logging_steps", "timeout_seconds", "adam_epsilon"),
-    *("save_steps", "save_minutes", "save_total_limit", "hang_timeout", "spike_factor"),
+    *("save_steps", "save_minutes", "save_total_limit", "hang_timeout", "spike_factor", "straggler_factor"),
 )
 _NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed")
 _MOST = {

@@ -143,6 +143,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "on_nan": "What a loss or gradient norm that is not finite does: end the run, or skip the update (ten in a "
         "row end the run).",
         "spike_factor": "A gradient norm above this many times its average of late counts as not finite.",
+        "straggler_factor": "A rank whose work takes so many times as long as its like's, for ten steps, is named.",
         "elastic": "Keep the checkpoint's global batch with another number of ranks: dp and microbatches follow.",
     },
 }

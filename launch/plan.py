@@ -107,6 +107,7 @@ class _Answer:
 def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     request = _request(options, hardware)
     if options.report is not None:
+        _make_folder(options.report)
         check_target(options.report, "report", overwrite=options.overwrite)
     wishes = [parse_wish(text) for text in options.explain]
     plan = search(request)
@@ -173,6 +174,16 @@ def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Rep
             )
         written.append(str(options.report))
     return written
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`--report` must be a place that can be written, but {str(path)[:200]} is not: {error.strerror}; "
+            f"give another"
+        ) from error
 
 
 def _write(options: argparse.Namespace, answer: _Answer) -> tuple[Path, ...]:

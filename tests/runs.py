@@ -28,7 +28,7 @@ MODEL = {
     "ffn_size": 24,
     "max_positions": 64,
 }
-MEASURED = ("tokens_per_s", "mfu", "peak_mem_bytes", "resumed")
+MEASURED = ("tokens_per_s", "mfu", "peak_mem_bytes", "resumed", "seconds", "slowest_rank")
 
 
 class AskedAt(Interruption):

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,8 @@ class StepRow:
     trained_tokens: those that had a loss, since the start
     mfu: part of the hardware's peak that the model's flops reach; None where the peak is not known
     sent_bytes: by axis, sent by this rank in this step
+    seconds: of this rank in this step: for data, in computing, and waiting for others by the axis's name
+    slowest_rank: the one whose own data and computing took longest
     eval_loss: of the model after this step; None where it was not evaluated
     skipped_steps: updates left out so far because of numbers that were not finite; None where none may be
     auxiliary_loss: of layers with a loss of their own, scaled as it is trained; None without such layers
@@ -53,6 +55,8 @@ class StepRow:
     tokens_per_s: float
     peak_mem_bytes: int
     sent_bytes: Mapping[str, int]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    slowest_rank: int | None = None
     mfu: float | None = None
     clip_coefficient: float = 1.0
     eval_loss: float | None = None
@@ -162,10 +166,12 @@ def values_of(row: StepRow) -> dict[str, object]:
         "sent_bytes": dict(row.sent_bytes),
         "clip_coefficient": _finite(row.clip_coefficient),
     }
-    for name in ("eval_loss", "skipped_steps", "auxiliary_loss", "busiest_expert"):
+    for name in ("eval_loss", "skipped_steps", "auxiliary_loss", "busiest_expert", "slowest_rank"):
         value = getattr(row, name)
         if value is not None:
             values[name] = _finite(value) if isinstance(value, float) else value
+    if row.seconds:
+        values["seconds"] = {name: round(seconds, 6) for name, seconds in row.seconds.items()}
     if row.resumed:
         values["resumed"] = True
     return values

@@ -35,6 +35,7 @@ from triaxis.engine.run.rates import Rates
 from triaxis.engine.run.restore import restore, stored_row
 from triaxis.engine.run.resume import continues_here
 from triaxis.engine.run.saving import Saver
+from triaxis.engine.run.times import StepTimes
 from triaxis.engine.run.weights import first_values
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.worlds.agreement import agree
@@ -95,6 +96,7 @@ class _Run:
         self._interruption, self._watch = supervision.interruption, watch
         self._mesh = training.mesh
         self._speaks = self._mesh.world.rank == 0
+        self._times = StepTimes(self._mesh, config.straggler_factor)
         self._directory = run_directory(config)
 
     def go(self) -> Summary:
@@ -225,8 +227,10 @@ class _Run:
             decay=config.lr_scheduler_type,
         )
         mesh.clear_traffic()
+        self._times.start()
         self._watch.at(number + 1, "reading data")
         batches = self._loader.step_batches(number, first_sample=counters.samples)
+        self._times.data_is_there()
         self._watch.at(number + 1, "training")
         limit = most_norm(counters, config.spike_factor)
         result = self._training.train(batches, learning_rate, limit)
@@ -242,6 +246,10 @@ class _Run:
         counters.loss = result.loss
         tokens_per_second, mfu = rates.of_step(tokens)
         sent_bytes = mesh.sent_bytes()
+        spent = self._times.finish()
+        slow = self._times.straggler()
+        if slow is not None:
+            say(slow)
         return StepRow(
             step=number + 1,
             loss=result.loss,
@@ -254,6 +262,8 @@ class _Run:
             mfu=mfu,
             peak_mem_bytes=peak_memory_bytes(mesh.world.device),
             sent_bytes=sent_bytes,
+            seconds={"data": spent.data, "compute": spent.compute, **spent.wait},
+            slowest_rank=spent.slowest_rank,
             skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
             auxiliary_loss=result.auxiliary_loss if self._resolved.model.has_losses() else None,
             busiest_expert=None if result.load is None else float(result.load.busiest),

@@ -112,7 +112,7 @@ class Group(ABC):
 
     name: what the group is called in messages and metrics ("tp", "dp", "world", …)
     ranks: the members' ranks in the world; rank: this rank's place among them
-    operations: how many there were; last: the latest one
+    operations: how many there were; last: the latest one; waited_seconds: spent until others had done their part
     `asynchronous=True` returns at once: the tensors belong to the group until `wait`.
     """
 
@@ -124,6 +124,7 @@ class Group(ABC):
         self.traffic = Traffic()
         self.operations = 0
         self.last: Request | None = None
+        self.waited_seconds = 0.0
 
     def _ask(
         self,

@@ -15,6 +15,7 @@ Milliseconds on 2 cores (fp32, median, the slowest rank; size of the whole tenso
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +41,10 @@ class _Pending:
         tensors: tuple[Tensor, ...],
         what: str,
         site: str,
+        group: Group,
         finish: Callable[[], None] | None = None,
     ) -> None:
+        self._group = group
         self._tensors, self._what, self._site, self._finish = tensors, what, site, finish
         self._works: Sequence[Any] = ()
         try:
@@ -53,11 +56,13 @@ class _Pending:
         works, self._works = self._works, ()
         if not works:
             return
+        started = time.perf_counter()
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
+        self._group.waited_seconds += time.perf_counter() - started
         if self._finish is not None:
             with torch.no_grad():
                 self._finish()
@@ -90,7 +95,7 @@ class ProcessGroup(Group):
         finish: Callable[[], None] | None = None,
     ) -> Work:
         what = f"rank {self._world_rank}: {request.told(self.ranks)} in group '{self.name}' {self.ranks}"
-        return _Pending(start, tensors, what, request.site, finish)
+        return _Pending(start, tensors, what, request.site, self, finish)
 
     def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
         tensor = tensor.detach()

@@ -7,6 +7,7 @@ carries it out for all. Because the hub sees every rank, it knows at once when n
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from triaxis.parallel.worlds.failure import RankError
-from triaxis.parallel.worlds.group import Request
+from triaxis.parallel.worlds.group import Group, Request
 
 Key = tuple[object, ...]
 
@@ -199,14 +200,18 @@ class Hub:
 class Pending:
     """A call under way."""
 
-    __slots__ = ("call", "hub")
+    __slots__ = ("call", "group", "hub")
 
-    def __init__(self, hub: Hub, call: Call) -> None:
-        self.hub, self.call = hub, call
+    def __init__(self, hub: Hub, call: Call, group: Group | None = None) -> None:
+        self.hub, self.call, self.group = hub, call, group
 
     def wait(self) -> None:
-        if not self.call.done:
-            self.hub.wait(self.call)
+        if self.call.done:
+            return
+        started = time.perf_counter()
+        self.hub.wait(self.call)
+        if self.group is not None:
+            self.group.waited_seconds += time.perf_counter() - started
 
 
 def _lines(calls: Iterable[Call]) -> str:

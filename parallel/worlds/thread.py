@@ -57,7 +57,7 @@ class ThreadGroup(Group):
                 )
         self._sequence += 1
         self._hub.collective((self._key, self.ranks, self._sequence), self.ranks, call, perform)
-        return Pending(self._hub, call)
+        return Pending(self._hub, call, self)
 
     def _sized(self, request: Request, whole: Tensor, shard: Tensor) -> None:
         if whole.numel() != shard.numel() * self.size:
@@ -102,7 +102,7 @@ class ThreadGroup(Group):
     def _irecv(self, request: Request, tensor: Tensor) -> Work:
         call, rank = self._call(request, tensor, None), self.ranks[request.peer]
         self._hub.receive((self._key, rank, self._world_rank), call, rank)
-        return Pending(self._hub, call)
+        return Pending(self._hub, call, self)
 
     def _barrier(self, request: Request) -> None:
         self._collective(request, _nothing).wait()
