@@ -1,8 +1,8 @@
 """Whether all copies of a weight are still equal: at the start, after a load, before a save and at the end.
 
 Who holds copies follows from the layouts alone: ranks that declare the same part of the same parameter (over dp, over
-tp, at both ends of a pipeline that share an embedding) must hold the same bits, in the weights, the masters and the
-moments. An axis that comes later needs no line here.
+tp, replicas of experts, both ends of a pipeline that share an embedding) must hold the same bits, in the weights, the
+masters, the moments and the layers' own states. An axis that comes later needs no line here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from triaxis.engine.checkpoint.states import held_chunks, held_masters, held_moments
+from triaxis.engine.checkpoint.states import held_chunks, held_layer_states, held_masters, held_moments
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.agreement import agree, gather_json
@@ -63,7 +63,8 @@ def _parts(training: TrainingStep) -> Iterator[tuple[str, int, Tensor]]:
     """Every part by "parameter offsets sizes", with a factor that keeps its weights, master and moments apart."""
     masters = held_masters(training.data_parallel.buckets)
     moments = held_moments(training.optimizer) if training.optimizer.steps else {}
-    for name, tensor in (*masters.items(), *moments.items()):
+    states = held_layer_states(training.stages)
+    for name, tensor in (*masters.items(), *moments.items(), *states.items()):
         kind, _, parameter = name.partition("/")
         for offsets, view in tensor.chunks.items():
             yield f"{parameter} {offsets} {tuple(view.shape)}", _factor(kind), view
