@@ -13,7 +13,7 @@ from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, resolve
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config
 from triaxis.parallel.pipeline.schedule import ScheduleName
-from triaxis.parallel.places.legal_values import divisors
+from triaxis.parallel.places.legal_values import counted, divisors
 
 TRIED = 300
 """Layouts that are put to the rules, nearest first."""
@@ -86,7 +86,8 @@ def bubble_warning(config: RunConfig, resolved: ResolvedRun) -> str | None:
     enough = math.ceil(2 * (stages - 1) / chunks)
     if share <= 1 / 3 or enough <= count:
         return None
-    told = f"warning: the pipeline of {stages} stages waits {share:.0%} of the time with {count} microbatches a step"
+    few = counted(count, "microbatch", "microbatches")
+    told = f"warning: the pipeline of {stages} stages waits {share:.0%} of the time with {few} a step"
     other: dict[str, Any] = {
         "microbatches": enough,
         "gradient_accumulation_steps": None,

@@ -13,6 +13,7 @@ from triaxis.engine.checkpoint.manifest import CheckpointError, Manifest, check_
 from triaxis.launch.command_line import Parser, whole, within
 from triaxis.launch.directory import hold_directory
 from triaxis.launch.ending import printable, refuse, run_command
+from triaxis.parallel.places.legal_values import counted
 
 DESCRIPTION = """Looks into checkpoints. Needs no GPU and no model.
 
@@ -139,7 +140,7 @@ def _show(options: argparse.Namespace) -> int:
         ("step", f"{state.step:,} ({manifest.optimizer_steps:,} updates)"),
         ("tokens", f"{state.tokens:,}"),
         ("stored row's loss", str(state.eval_loss)),
-        ("size", f"{_size(manifest.size_bytes)} in {len(manifest.files)} files"),
+        ("size", f"{_size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}"),
     ]
     for title, values in (("config", state.config), ("sampler", state.sampler), ("extra", state.extra)):
         facts += [(f"{title}.{name}", str(value)) for name, value in sorted(values.items())]
@@ -167,7 +168,7 @@ def _verify(options: argparse.Namespace) -> int:
             except CheckpointError as error:
                 faults.append(str(error))
         if manifest and not faults:
-            print(f"{path}: {len(manifest.files)} files, {_size(manifest.size_bytes)}, as written")
+            print(f"{path}: {counted(len(manifest.files), 'file')}, {_size(manifest.size_bytes)}, as written")
         for fault in faults:
             print(printable(fault))
         damaged += bool(faults)
@@ -182,7 +183,7 @@ def _reshard(options: argparse.Namespace) -> int:
     with hold_directory(options.out), reading(source):
         written = reshard(source, options.out, options.files)
     manifest = read_manifest(written)
-    print(f"wrote {written}: {_size(manifest.size_bytes)} in {len(manifest.files)} files")
+    print(f"wrote {written}: {_size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}")
     return 0
 
 

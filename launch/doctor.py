@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from triaxis.launch.command_line import Claim, Parser, number, whole, within
 from triaxis.launch.ending import Exit, refusal, refuse, run_command
 from triaxis.launch.writing import add_overwrite, check_target, write_text
+from triaxis.parallel.places.legal_values import counted
 
 if TYPE_CHECKING:
     from triaxis.launch.hardware.machine import Item
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = options.ranks or default_ranks()
         if not options.json:
             print(
-                f"\nmeasuring with {ranks} rank{'s' if ranks > 1 else ''} for {options.seconds:g} s …",
+                f"\nmeasuring with {counted(ranks, 'rank')} for {options.seconds:g} s …",
                 flush=True,
             )
         try:
@@ -92,7 +93,7 @@ def _toml(rates: Rates) -> str:
 
     return hardware_toml(
         name=f"{rates.device} on {platform.node() or 'this machine'}",
-        source=f"measured by triaxis doctor with {rates.ranks} rank(s) at once",
+        source=f"measured by triaxis doctor with {counted(rates.ranks, 'rank')} at once",
         memory_bytes=rates.memory_bytes,
         memory_bytes_per_s=rates.memory_bytes_per_s,
         launch_overhead_s=rates.launch_overhead_s,
@@ -158,7 +159,7 @@ def _show_rates(rates: Rates) -> None:
         console.print(f"a rank's process without a model {rates.context_bytes / 1e6:,.0f} MB")
     if rates.collectives:
         operations = list(dict.fromkeys(operation for operation, _ in rates.collectives))
-        console.print(f"[bold]collectives over {rates.ranks} ranks, ms[/]")
+        console.print(f"[bold]collectives over {counted(rates.ranks, 'rank')}, ms[/]")
         table = Table(box=None)
         table.add_column("bytes", justify="right")
         for operation in operations:

@@ -102,7 +102,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "warmup_ratio": "Warm-up as a part of all steps.",
         "warmup_steps": "Warm-up in steps.",
         "min_learning_rate_ratio": "What is left of the peak at the last step.",
-        "weight_decay": "Decoupled; matrices only, not norms or biases.",
+        "weight_decay": "Decoupled; on matrices, embeddings and the head among them, not on norms and biases.",
         "adam_beta1": "Decay of the first moment.",
         "adam_beta2": "Decay of the second moment.",
         "adam_epsilon": "Added to the root of the second moment.",

@@ -23,6 +23,7 @@ from triaxis.engine.data.megatron import check_index, strip_suffix
 from triaxis.engine.data.tokenizer import open_tokenizer
 from triaxis.launch.command_line import Claim, Parser
 from triaxis.launch.ending import Exit, refuse, run_command
+from triaxis.parallel.places.legal_values import counted
 
 
 @contextmanager
@@ -106,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = strip_suffix(options.output)
     try:
         if options.merge:
-            print(f"{output}: merged {len(options.merge)} datasets, {merge(options.merge, output)} documents")
+            documents = counted(merge(options.merge, output), "document")
+            print(f"{output}: merged {counted(len(options.merge), 'dataset')}, {documents}")
             return Exit.DONE
         on_bad_sample = "skip" if options.skip_bad else "error"
         tally = preprocess(

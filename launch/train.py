@@ -1,4 +1,4 @@
-"""`triaxis-train`, or `python -m triaxis.launch.train`: train a model, under torchrun, alone, or on simulated ranks."""
+"""`triaxis train`, or `python -m triaxis.launch.train`: train a model, under torchrun, alone, or on simulated ranks."""
 
 from __future__ import annotations
 

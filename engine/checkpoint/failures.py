@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from triaxis.engine.checkpoint.manifest import CheckpointError, SaveError, damaged
+from triaxis.parallel.places.legal_values import counted
 from triaxis.parallel.worlds.agreement import gather_json
 from triaxis.parallel.worlds.group import Group
 
@@ -61,6 +62,6 @@ def together(group: Group, device: torch.device, name: str, work: Callable[[], T
         _, text, previous = told[0]
         if any(answer is None or answer[1] != text for answer in failures):
             text = "; ".join(f"{name}: {text}" for name, text, _ in told[:FAILURES_NAMED])
-            text += f"; and {len(told) - FAILURES_NAMED} ranks more" * (len(told) > FAILURES_NAMED)
+            text += f"; and {counted(len(told) - FAILURES_NAMED, 'rank')} more" * (len(told) > FAILURES_NAMED)
         raise CheckpointError(text, Path(previous) if previous else None)
     return result[0]

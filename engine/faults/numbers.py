@@ -64,7 +64,7 @@ def _origin(training: TrainingStep, result: StepResult) -> str:
     if not ranks:
         return f"every rank's loss is finite: it comes from {_bad_gradients(training, result)}"
     named = ", ".join(map(str, ranks[:RANKS_NAMED])) + (", …" if len(ranks) > RANKS_NAMED else "")
-    return f"from the loss of rank {named}"
+    return f"from the loss of rank{'s' * (len(ranks) > 1)} {named}"
 
 
 def _bad_gradients(training: TrainingStep, result: StepResult) -> str:

@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from triaxis.engine.config import DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.plan import stage_layers
 from triaxis.engine.run.metrics import StepRow
+from triaxis.parallel.places.legal_values import counted
 
 
 class Progress:
@@ -101,18 +102,20 @@ def _duration(seconds: float) -> str:
 def opening(config: RunConfig, resolved: ResolvedRun, total_steps: int, sources: list[str]) -> str:
     """The first words of a run: its model, its layout, its steps, and what it reads."""
     topology = resolved.topology
+    ranks = counted(topology.world_size, "rank")
     stages = topology.pp * resolved.virtual_stages
     cuts = "/".join(str(len(layers)) for layers in stage_layers(resolved.model, stages))
     experts = f", experts over {topology.ep}" if topology.ep > 1 else ""
     sharding = "fully_shard" if config.data_parallel == DataParallel.FSDP else f"ZeRO-{resolved.zero}"
     return "\n".join(
         [
-            f"{resolved.model.name}: {resolved.model.parameters():,} parameters on {topology.world_size} ranks "
-            f"(dp {topology.dp} × tp {topology.tp} × pp {topology.pp}{experts}), {sharding}, {config.dtype}, "
-            f"seed {config.seed}",
-            f"{total_steps} steps of {resolved.global_batch} sequences of {config.seq} tokens "
-            f"({resolved.microbatches} microbatches of {resolved.microbatch_size} a rank), schedule {config.schedule}"
-            + (f", layers by stage {cuts}" if stages > 1 else ""),
+            f"{resolved.model.name}: {resolved.model.parameters():,} parameters on "
+            f"{ranks} (dp {topology.dp} × tp {topology.tp} × pp {topology.pp}{experts}), "
+            f"{sharding}, {config.dtype}, seed {config.seed}",
+            f"{counted(total_steps, 'step')} of {counted(resolved.global_batch, 'sequence')} of "
+            f"{counted(config.seq, 'token')} "
+            f"({counted(resolved.microbatches, 'microbatch', 'microbatches')} of {resolved.microbatch_size} a rank), "
+            f"schedule {config.schedule}" + (f", layers by stage {cuts}" if stages > 1 else ""),
             *sources,
         ]
     )

@@ -26,6 +26,7 @@ from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Supervision, Watch
 from triaxis.engine.plan import step_plan
 from triaxis.engine.run.counters import Counters
+from triaxis.engine.run.groups import told_groups
 from triaxis.engine.run.inputs import RunInputs, open_inputs, tell_faults, told_inputs
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
 from triaxis.engine.run.peak import peak_memory_bytes
@@ -38,6 +39,7 @@ from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.times import StepTimes
 from triaxis.engine.run.weights import first_values
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.places.legal_values import counted
 from triaxis.parallel.worlds.agreement import agree
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -118,6 +120,7 @@ class _Run:
         samples = counters.samples + (total_steps - counters.step) * resolved.global_batch
         sources = told_inputs(self._inputs, resolved, config.eval_batches, samples)
         kept = counters.step if state is not None and continues_here(config) else 0
+        sources.append(told_groups(self._training, config.weight_decay))
         with (
             MetricsWriter(
                 self._directory, speaks=self._speaks, report_to=config.report_to, done=kept
@@ -144,7 +147,7 @@ class _Run:
                 saver.keep_finished(counters)
             summary = self._train(counters, total_steps, saver, metrics, progress)
         if self._speaks:
-            progress.announce(_closing(summary, total_steps))
+            progress.announce(_closing(summary, total_steps, counters.skipped_steps))
         return summary
 
     def _open_store(self) -> CheckpointStore:
@@ -303,15 +306,18 @@ def _evaluates(config: RunConfig, done: int, total_steps: int) -> bool:
     )
 
 
-def _closing(summary: Summary, total_steps: int) -> str:
+def _closing(summary: Summary, total_steps: int, skipped: int) -> str:
     """The last words; draws the picture."""
     if summary.signal:
         name = signal.Signals(summary.signal).name
         return f"{name}: saved step {summary.steps} of {total_steps}; --resume auto goes on from there"
     metrics = summary.directory / METRICS_NAME
     if not metrics.stat().st_size:
-        return f"all {total_steps} steps were done before"
+        done = "the one step was" if total_steps == 1 else f"all {total_steps} steps were"
+        return f"{done} done before"
     loss = f"loss {summary.loss:.4f}"
     if summary.eval_loss is not None:
         loss += f", held-out loss {summary.eval_loss:.4f} nats per token"
+    if skipped:
+        loss += f"; {counted(skipped, 'update')} left out, whose numbers were not finite or leapt"
     return f"{loss}\npicture: {plot_run(summary.directory)}\nmetrics: {metrics}"

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from triaxis.parallel.places.legal_values import counted
+
 GIGA = 1e9
 SHOWN = 6
 
@@ -40,7 +42,7 @@ def print_summary(values: Mapping[str, Any], trace: Path | None, report: Path | 
         f"{run['model']}: {run['parameters']:,} parameters on {topology['world_size']:,} × "
         f"{values['hardware']['name']} "
         f"(dp {topology['dp']} × tp {topology['tp']} × pp {topology['pp']}), ZeRO-{run['zero']}, {run['dtype']}, "
-        f"{run['schedule']}, {run['microbatches']} microbatches of "
+        f"{run['schedule']}, {counted(run['microbatches'], 'microbatch', 'microbatches')} of "
         f"{run['microbatch_size']} × {run['sequence_length']} tokens"
     )
     if not proof["holds"]:
@@ -49,7 +51,7 @@ def print_summary(values: Mapping[str, Any], trace: Path | None, report: Path | 
             console.print(f"  {fault}", markup=False)
         return
     console.print(
-        f"proved over {proof['ranks']:,} ranks and {proof['communications']:,} messages: "
+        f"proved over {counted(proof['ranks'], 'rank')} and {proof['communications']:,} messages: "
         f"{', '.join(item['name'] for item in proof['obligations'] if item['holds'])}"
     )
     for warning in proof["warnings"][:SHOWN]:

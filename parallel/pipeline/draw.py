@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from triaxis.parallel.palette import colour, ink_on, paler
 from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, Span, simulate
+from triaxis.parallel.places.legal_values import counted
 
 FORWARD_CODES = ("44;97", "104;30", "46;30", "106;30")  # ANSI
 BACKWARD_CODES = ("41;97", "43;30", "45;97", "103;30")
@@ -37,7 +38,7 @@ def summary(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
     unit = "microbatches" if schedule.virtual_stages == 1 else "microbatch chunks"
     counts = " ".join(map(str, in_flight(schedule)))
     return (
-        f"{schedule.name}: pp {schedule.pp}, {schedule.microbatches} microbatches, "
+        f"{schedule.name}: pp {schedule.pp}, {counted(schedule.microbatches, 'microbatch', 'microbatches')}, "
         f"virtual stages {schedule.virtual_stages}; bubble {float(idle):.1%} ({idle}); "
         f"{unit} in flight per rank: {counts}"
     )

@@ -1,4 +1,4 @@
-"""Which values would have worked: for messages that refuse one."""
+"""Which values would have worked, and how many of something there are: for messages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def nearest(legal: Iterable[int], value: int) -> list[int]:
     """The legal values next below and next above."""
     ordered = sorted(legal)
     return [d for d in ordered if d < value][-1:] + [d for d in ordered if d > value][:1]
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """`1 step`, `2 steps`, `1,000 processes`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def listed(values: Iterable[int]) -> str:

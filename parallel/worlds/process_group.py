@@ -15,6 +15,7 @@ Milliseconds on 2 cores (fp32, median, the slowest rank; size of the whole tenso
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,12 +70,18 @@ class _Pending:
         self._tensors, self._finish = (), None
 
     def _failed(self, error: RuntimeError) -> RankError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = plain_reason(error)
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self._tensors)
         return RankError(
             f"{self._what}{' of ' * bool(shapes)}{shapes} at {self._site} failed: a rank died, came too late or asked "
             f"for something else ({reason})"
         )
+
+
+def plain_reason(error: Exception) -> str:
+    """What the backend found, without the place in its source and its guesses and wishes behind it."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*:\d+\] ", "", text).split(". This is typically")[0].removesuffix(".")
 
 
 class ProcessGroup(Group):
