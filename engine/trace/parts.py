@@ -146,7 +146,7 @@ def trace_parts(plan: StepPlan, tp: int, known: Known, *, further: bool = False)
         plan, model=small_model(plan.model), microbatches=microbatches, zero=0, bucket_elements=1, seed=None
     )
     marks: list[int] = []
-    program, step = _run(small, tp, known, marks)
+    program, step = _run(small, tp, known, marks, updates=False)
     last = microbatches - 1
     forward, offset = _step(program, f"0F{last}")
     starts = [mark - offset for mark in marks if offset <= mark <= offset + len(forward.events)]
@@ -165,7 +165,7 @@ def trace_update(plan: StepPlan, known: Known, *, bucket_elements: int, microbat
         bucket_elements=bucket_elements,
         seed=None,
     )
-    program, step = _run(small, 1, known, [])
+    program, step = _run(small, 1, known, [], updates=True)
     segment, _ = _step(program, UPDATE)
     gathers = [place for place, event in enumerate(segment.events) if _gathers(event)]
     first = gathers[0] if gathers else len(segment.events)
@@ -193,7 +193,9 @@ def _gathers(event: Event) -> bool:
     return isinstance(event, Communicate) and event.operation is Operation.ALL_GATHER and event.group == "dp"
 
 
-def _run(plan: StepPlan, tp: int, known: Known, marks: list[int]) -> tuple[Program, TrainingStep]:
+def _run(
+    plan: StepPlan, tp: int, known: Known, marks: list[int], *, updates: bool
+) -> tuple[Program, TrainingStep]:
     """The step of the first rank; marks: fills with the events before which a layer, or the head, is called."""
     topology = Topology(tp=tp, dp=REPLICAS)
     world = TraceWorld(0, topology.world_size)
@@ -219,6 +221,7 @@ def _run(plan: StepPlan, tp: int, known: Known, marks: list[int]) -> tuple[Progr
         batches=imagined_batches(plan, documents=False),
         known=known,
         watch=watch,
+        updates=updates,
     )
     return program, step
 

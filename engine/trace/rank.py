@@ -233,10 +233,12 @@ def record_step(
     batches: Sequence[Batch],
     known: Known | None = None,
     watch: Callable[[TrainingStep, Recorder], None] | None = None,
+    updates: bool = True,
 ) -> tuple[Program, TrainingStep, Meter]:
     """The program of the world's rank in a step of a run under way (its second): events, bytes, rules.
 
     watch: is given the step before it runs, to hook what it wants to see, and the recorder of its events
+    updates: False: the step ends where its gradients are summed
     """
     recorder = Recorder()
     world = RecordingWorld(inner, recorder)
@@ -249,9 +251,9 @@ def record_step(
         classify(step, meter)
         for number in meter.alive:
             meter.kind_of.setdefault(number, MemoryKind.OTHER)
-        if dry:
+        if dry and updates:
             step.optimizer.step(0.0, torch.ones(()))  # the moments exist from the first update on
-        else:
+        elif updates:
             step.train(batches, 1e-3)
             step.losses = ()
             meter.keep(step.scale, MemoryKind.OTHER)
@@ -266,7 +268,10 @@ def record_step(
         )
         if watch is not None:
             watch(step, recorder)
-        step.train(batches, 1e-3)
+        if updates:
+            step.train(batches, 1e-3)
+        else:
+            step.accumulate(batches)
         step.pipeline.chunks, step.losses = (), ()  # a step's losses are kept for whoever asks after it
         tape.cut(UPDATE, MemoryKind.TEMPORARIES)
     program = Program((Step(SETUP, setup), *tape.steps), gradient_rules(step), held)

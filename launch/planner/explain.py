@@ -9,7 +9,7 @@ from typing import Final
 
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.price import StepTime
-from triaxis.launch.planner.search import Candidate, Plan, Space, candidates, faults
+from triaxis.launch.planner.search import Candidate, Plan, Space, candidates, faults, topologies
 
 PARTS: Final = {
     "compute": "products, attention and the rest of the layers",
@@ -115,7 +115,7 @@ def parse_wish(text: str) -> dict[str, int | bool]:
 def explain(plan: Plan, wish: Mapping[str, int | bool], chosen: Candidate | None = None) -> Explanation:
     """Why the layout that is wished for lost, does not fit, or cannot be; chosen: against which (the plan's best)."""
     fitting = [one for one in plan.candidates if _answers(one.layout, wish)]
-    if not fitting and "microbatch" in wish:
+    if not fitting and ("microbatch" in wish or "tp" in wish):
         fitting = [one for one in _all_of(plan, wish) if _answers(one.layout, wish)]
     if not fitting:
         return Explanation(wish=wish, candidate=None, verdict=_illegal(plan, wish))
@@ -157,8 +157,14 @@ def _answers(layout: Layout, wish: Mapping[str, int | bool]) -> bool:
 
 
 def _all_of(plan: Plan, wish: Mapping[str, int | bool]) -> list[Candidate]:
-    """Candidates of the wished topology with its microbatch, which the search may leave out as too large."""
-    return list(candidates(plan.request, space=Space(microbatches=(int(wish["microbatch"]),))))
+    """Candidates of the wished topologies that the search may leave out: a large microbatch, a tp past a node."""
+    only = [
+        (dp, tp, pp)
+        for dp, tp, pp in topologies(plan.request)
+        if all(wish.get(name, size) == size for name, size in (("dp", dp), ("tp", tp), ("pp", pp)))
+    ]
+    microbatches = (int(wish["microbatch"]),) if "microbatch" in wish else Space().microbatches
+    return list(candidates(plan.request, only, Space(microbatches=microbatches)))
 
 
 def _illegal(plan: Plan, wish: Mapping[str, int | bool]) -> str:

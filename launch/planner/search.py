@@ -145,7 +145,10 @@ class Plan:
 
 def search(request: Request) -> Plan:
     """Prices every legal layout; ConfigError if there is none."""
-    found = tuple(candidates(request))
+    every = tuple(topologies(request))
+    found = tuple(candidates(request, [one for one in every if inside_node(request, one)]))
+    if not any(one.fits for one in found):
+        found += tuple(candidates(request, [one for one in every if not inside_node(request, one)]))
     if not found:
         raise ConfigError(_no_topology(request))
     fitting = tuple(sorted((one for one in found if one.fits), key=by_preference))
@@ -192,6 +195,12 @@ def pareto(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
         if not kept or candidate.memory_bytes < kept[-1].memory_bytes:
             kept.append(candidate)
     return tuple(kept)
+
+
+def inside_node(request: Request, topology: tuple[int, int, int]) -> bool:
+    """Whether tensor parallelism stays inside a node. No published run has it wider, so it is priced only where nothing
+    else fits, or where it is asked for."""
+    return topology[1] <= request.hardware.gpus_per_node
 
 
 def topologies(request: Request) -> Iterator[tuple[int, int, int]]:

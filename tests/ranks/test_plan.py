@@ -185,7 +185,7 @@ def test_the_best_is_the_fastest_that_surely_fits(plan_70b: Plan) -> None:
     assert best.seconds <= 1.02 * min(within)
     tried = {one.topology for one in plan_70b.candidates}
     assert all(dp * tp * pp == 64 for dp, tp, pp in tried)
-    assert {(64, 1, 1), (8, 4, 2), (1, 64, 1), (1, 1, 64), (1, 8, 8)} <= tried
+    assert {(64, 1, 1), (8, 4, 2), (1, 1, 64), (1, 8, 8)} <= tried
     assert {one.layout.zero for one in plan_70b.candidates} == {0, 1, 2, 3}
     assert {one.layout.plan.recompute for one in plan_70b.candidates} == {Recompute.NONE, Recompute.FULL}
     assert {one.layout.plan.schedule for one in plan_70b.candidates} == {"1f1b", "interleaved"}
