@@ -14,7 +14,8 @@ from typing import Any
 
 from triaxis.engine.plan import Precision
 from triaxis.launch.ending import Exit, refuse, run_command
-from triaxis.launch.hardware.hardware import Hardware, load_hardware
+from triaxis.launch.hardware.hardware import Hardware, hardware_names, load_hardware
+from triaxis.launch.hardware.nearly import with_network
 from triaxis.launch.jobs.artefacts import Cluster, Job, job_name, torchrun_command, write_artefacts
 from triaxis.launch.pages import plan_json, present
 from triaxis.launch.pages.plan_parser import plan_parser
@@ -55,7 +56,9 @@ def _answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     try:
         if options.score is not None:
             return _score(options)
-        hardware = load_hardware(options.hardware)
+        if options.presets:
+            return _presets()
+        hardware = with_network(load_hardware(options.hardware), options.network)
         if options.table:
             return _table(options, hardware)
         if options.memory:
@@ -289,6 +292,16 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> int:
         "least: the fewest that hold it at all, everything sharded and recomputed. recommended: the fewest without\n"
         "recompute that fill at most 80%. Both are about fitting, not about finishing: docs/memory.md"
     )
+    return 0
+
+
+def _presets() -> int:
+    """Every model and accelerator that has a name."""
+    for name in PRESETS:
+        print(f"model     {name:<20} {load_config(name).parameters():>17,} parameters")
+    for name in hardware_names():
+        hardware = load_hardware(name)
+        print(f"hardware  {name:<20} {hardware.memory_bytes / 1e9:>8.0f} GB, {hardware.gpus_per_node} a node")
     return 0
 
 

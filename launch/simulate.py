@@ -15,6 +15,7 @@ from triaxis.launch.command_line import Claim, Parser, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import config_of, train_parser
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
+from triaxis.launch.hardware.nearly import line_rate, with_network
 from triaxis.launch.writing import add_overwrite, check_target, written_aside
 from triaxis.parallel.places.topology import Topology
 
@@ -34,6 +35,7 @@ class SimulateFlags:
     """The cluster, and what to write."""
 
     hardware: str
+    network: float | None
     gpus: int | None
     documents: bool
     straggler: tuple[str, ...]
@@ -51,6 +53,12 @@ def simulate_parser() -> Parser:
         "--hardware",
         default="h100-80g",
         help="a100-80g, h100-80g, h200, b200, mi300x, …, or a TOML file (triaxis doctor writes one)",
+    )
+    group.add_argument(
+        "--network",
+        type=line_rate,
+        metavar="RATE",
+        help="another line rate of each network card, such as 100Gb/s",
     )
     group.add_argument(
         "--gpus", type=within(whole, 1, MOST_GPUS), help="all of them; dp is what tp × pp leaves"
@@ -76,13 +84,13 @@ def simulate_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 1 for programs that do not fit together; 2 for a run that is refused."""
+    """Returns the exit code: 0; 1 for what does not fit together, or into memory; 2 for a run that is refused."""
     options = simulate_parser().parse_args(arguments)
     config = config_of(options)
     values = {field.name: getattr(options, field.name) for field in fields(SimulateFlags)}
     flags = SimulateFlags(**values | {name: tuple(values[name]) for name in ("straggler", "slow_link")})
     try:
-        hardware = load_hardware(flags.hardware)
+        hardware = with_network(load_hardware(flags.hardware), flags.network)
         resolved = _resolve(config, flags)
         slower = _factors("straggler", flags.straggler, resolved.topology.world_size)
         links = _factors("slow_link", flags.slow_link, resolved.topology.world_size)
@@ -163,7 +171,7 @@ def _run(
         print(json.dumps(values))
     else:
         print_summary(values, flags.trace, flags.report)
-    return Exit.DONE if simulation.proof.holds else Exit.FAILED
+    return Exit.DONE if simulation.proof.holds and simulation.fits else Exit.FAILED
 
 
 if __name__ == "__main__":

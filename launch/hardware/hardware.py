@@ -132,11 +132,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     """A preset by name, or a TOML file's hardware; ValueError for an unknown name or a wrong file."""
     presets = _table("hardware.toml")
     if name_or_path in presets:
-        values = dict(presets[name_or_path])
-        constants = constants_of(str(values["generation"]))
-        values["name"] = name_or_path
-        values["efficiency"] = [[1.0, 1.0]]
-        return reach(_hardware(values, f"hardware {name_or_path}"), constants)
+        return _of_sheet({**presets[name_or_path], "name": name_or_path}, f"hardware {name_or_path}")
     path = Path(name_or_path)
     if path.suffix != ".toml":
         raise ValueError(
@@ -152,7 +148,32 @@ def load_hardware(name_or_path: str) -> Hardware:
         ) from error
     values.setdefault("name", path.stem)
     values.setdefault("source", str(path))
+    base = values.pop("base", None)
+    if base is not None:
+        if base not in presets:
+            raise ValueError(
+                f"{name_or_path}: `base` must be one of {', '.join(presets)}, "
+                f"but is {base!r}{_nearest(str(base), presets)}"
+            )
+        values = _over(values, presets[str(base)])
+    if values.get("generation", MEASURED) != MEASURED and "efficiency" not in values:
+        return _of_sheet(values, name_or_path)  # a preset, copied or changed: its figures are a data sheet's
     return _hardware(values, name_or_path)
+
+
+def _over(values: Mapping[str, object], base: Mapping[str, object]) -> dict[str, object]:
+    """A preset's fields with those of a file in their place; of a link or the peaks, with those that are given."""
+    merged = dict(base)
+    for key, value in values.items():
+        before = merged.get(key)
+        merged[key] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _of_sheet(values: Mapping[str, object], origin: str) -> Hardware:
+    """Hardware whose figures are a data sheet's, cut to what its generation reaches."""
+    generation = _text(values["generation"], "generation", origin)
+    return reach(_hardware({**values, "efficiency": [[1.0, 1.0]]}, origin), constants_of(generation))
 
 
 def reach(sheet: Hardware, constants: Constants) -> Hardware:

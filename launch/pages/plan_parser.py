@@ -8,6 +8,7 @@ from pathlib import Path
 
 from triaxis.launch.command_line import Claim, Parser, number, one_of, shown, whole, within
 from triaxis.launch.hardware.hardware import hardware_names
+from triaxis.launch.hardware.nearly import line_rate
 from triaxis.launch.writing import add_overwrite
 
 DESCRIPTION = """Which layout, will it fit, how fast, how long, for how much, and the command that starts it.
@@ -35,6 +36,7 @@ def plan_parser() -> Parser:
     what.add_argument(
         "--score", type=Path, metavar="FILE", help="predict every row of a file of published runs"
     )
+    what.add_argument("--presets", action=Claim, help="the models and accelerators that have a name")
     run = parser.add_argument_group("the run")
     run.add_argument(
         "--model", help="a preset, 1.8B, 7B, 13B, 70B or 671B, or a .toml or .json file of model fields"
@@ -44,6 +46,12 @@ def plan_parser() -> Parser:
         "--hardware",
         default="h100-80g",
         help=f"{', '.join(hardware_names())}, or a TOML file (triaxis doctor writes one); default: %(default)s",
+    )
+    run.add_argument(
+        "--network",
+        type=line_rate,
+        metavar="RATE",
+        help="another line rate of each network card, such as 100Gb/s",
     )
     run.add_argument(
         "--seq",

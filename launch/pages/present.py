@@ -20,6 +20,7 @@ from triaxis.launch.planner.explain import (
 from triaxis.launch.planner.reprice import Repriced
 from triaxis.launch.planner.search import Candidate
 from triaxis.launch.planner.table import Row
+from triaxis.launch.planner.waiting import waiting_text
 from triaxis.launch.published.memory_tables import Need, States
 from triaxis.launch.published.recommended import Recommendation
 
@@ -69,6 +70,13 @@ def layout_cells(candidate: Candidate) -> tuple[str, ...]:
 LAYOUT_COLUMNS = ("dp", "tp", "pp", "ZeRO", "micro-\nbatch", "re-\ncompute", "chunks")
 
 
+def _on_stage(candidate: Candidate, stage: int) -> str:
+    """Which stage limits, where there are several."""
+    return (
+        f"; stage {stage} of {candidate.layout.pp} is the one that limits" if candidate.layout.pp > 1 else ""
+    )
+
+
 def choice_view(candidate: Candidate, tokens: float | None, price: float | None) -> RenderableType:
     """The chosen layout: memory by category, step by part."""
     hardware = candidate.layout.hardware
@@ -80,15 +88,20 @@ def choice_view(candidate: Candidate, tokens: float | None, price: float | None)
     lines.add_row(
         "memory",
         f"{gigabytes(held.total)} ({memory_range(candidate)}) of "
-        f"{gigabytes(hardware.memory_bytes)}{spare}: {told}",
+        f"{gigabytes(hardware.memory_bytes)}{spare}: {told}{_on_stage(candidate, held.stage)}",
     )
     lines.add_row(
         "step",
         f"{seconds_text(candidate.seconds)} ({seconds_range(candidate)}): "
         + ", ".join(
             f"{name} {seconds_text(part)}" for name, part in parts(candidate.time).items() if part > 0.0005
-        ),
+        )
+        + _on_stage(candidate, candidate.time.stage),
     )
+    layout = candidate.layout
+    waiting = waiting_text(layout.pp, layout.microbatches, layout.virtual_stages)
+    if waiting is not None:
+        lines.add_row("", waiting)
     lines.add_row(
         "speed",
         f"{candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "

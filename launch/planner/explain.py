@@ -204,7 +204,7 @@ def _against(chosen: Candidate | None, candidate: Candidate) -> str:
         return "is the choice"
     if candidate.seconds >= chosen.seconds:
         return f"loses to {chosen}: {difference(chosen, candidate)}"
-    why = "the choice was made by another measure (--simulate, --policy) or is simpler"
+    why = "the choice is simpler: less tp and pp, a lower ZeRO stage, or no recompute"
     if candidate.crosses_nodes:
         why = "its tp crosses nodes, which no published run does"
     elif not candidate.fits_surely:

@@ -135,11 +135,12 @@ class Plan:
 
     @property
     def best(self) -> Candidate | None:
-        """The simplest of those as fast as the fastest to within 2%, which the forms cannot tell apart."""
+        """The simplest of those as fast as the fastest to within 2%, which prices cannot tell apart; of these, one that
+        nothing else beats in both memory and time."""
         if not self.fitting:
             return None
         first = self.fitting[0]
-        equals = (one for one in self.fitting if _as_good(one, first))
+        equals = [one for one in self.pareto if _as_good(one, first)] or [first]
         return min(equals, key=simplicity)
 
 
@@ -288,7 +289,8 @@ def _interleaves(request: Request, pp: int, chunks: int, microbatches: int) -> b
 
 def lightest(request: Request) -> tuple[Candidate, ...]:
     """The legal layouts that need least: everything sharded and recomputed, one sequence at a time; lightest first."""
-    return tuple(sorted(candidates(request, space=LIGHTEST), key=lambda one: one.memory_bytes))
+    inside = [one for one in topologies(request) if inside_node(request, one)]
+    return tuple(sorted(candidates(request, inside, LIGHTEST), key=lambda one: one.memory_bytes))
 
 
 def _no_topology(request: Request) -> tuple[str, ...]:

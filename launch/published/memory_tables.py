@@ -40,6 +40,8 @@ NAMES: Final = {
 """What each engine calls ZeRO's stages 0 to 3; None where it has none."""
 
 
+EVERY_COUNT: Final = 64
+"""Accelerators up to which every number is tried for the least."""
 COMFORTABLE: Final = 0.8
 """Of the memory: estimates below it met no out-of-memory in 454 runs on A100 and H100 (Fujii et al. 2024)."""
 
@@ -150,10 +152,19 @@ def least_accelerators(
     model: ModelConfig, name: str, hardware: Hardware, seq: int, dtype: Precision = Precision.BF16
 ) -> Candidate | None:
     """The fewest accelerators that hold the model at all, everything sharded and recomputed; None if 16,384 do not."""
+
+    def held_by(count: int) -> Candidate | None:
+        found = lightest(_request(model, name, hardware, seq, count, dtype))
+        return min((one for one in found if one.fits), key=by_preference, default=None)
+
+    before = 0
     for count in counts(hardware):
-        fitting = [one for one in lightest(_request(model, name, hardware, seq, count, dtype)) if one.fits]
-        if fitting:
-            return min(fitting, key=by_preference)
+        enough = held_by(count)
+        if enough is not None:  # of those between, every one, or every whole node where there are many
+            step = 1 if count <= EVERY_COUNT else hardware.gpus_per_node
+            fewer = (held_by(fewer) for fewer in range(before + step, count, step))
+            return next((one for one in fewer if one is not None), enough)
+        before = count
     return None
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from triaxis.launch.hardware.hardware import Hardware, Link, load_hardware
+from triaxis.launch.hardware.nearly import REACHED
 from triaxis.launch.published.layout import (
     BRIDGE,
     FSDP,
@@ -41,7 +42,6 @@ from triaxis.launch.published.memory import memory
 from triaxis.launch.published.shapes import Latent, Shape
 from triaxis.models.reading import read_small_file
 
-REACHED: Final = 0.94  # of a network card's line rate
 ROUTERS_IMBALANCE: Final = 1.2
 GPUS: Final = (  # how the gpu column begins, and the preset
     ("A100-SXM-40GB", "a100-40g"),

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from triaxis.launch.planner.waiting import waiting_text
 from triaxis.parallel.places.legal_values import counted
 
 GIGA = 1e9
@@ -71,6 +72,14 @@ def _print_memory(console: Console, values: Mapping[str, Any]) -> None:
         f"\nmemory: {verdict}: {memory['needed_bytes'] / GIGA:.1f} GB needed of {capacity / GIGA:.1f} "
         f"({memory['context_bytes'] / GIGA:.1f} for the device's context)"
     )
+    if not memory["fits"]:
+        run, topology, hardware = values["run"], values["topology"], values["hardware"]
+        console.print(
+            f"what fits: triaxis plan --model {run['model']} --gpus {topology['world_size']} "
+            f"--hardware {hardware['name']} --seq {run['sequence_length']} --global-batch {run['global_batch']} "
+            f"--dtype {run['dtype']}",
+            markup=False,
+        )
     table = Table("rank", "peak GB", "reserved GB", "at", "made of (GB)", box=None, pad_edge=False)
     fullest = sorted(memory["ranks"], key=lambda entry: -entry["peak_bytes"])
     for entry in fullest[:SHOWN]:
@@ -95,6 +104,10 @@ def _print_time(console: Console, values: Mapping[str, Any]) -> None:
     )
     bubbles = time["bubble"]
     console.print(f"idle for want of work, by stage: {', '.join(f'{bubble:.1%}' for bubble in bubbles[:16])}")
+    run = values["run"]
+    waiting = waiting_text(values["topology"]["pp"], run["microbatches"], run["virtual_stages"])
+    if waiting is not None:
+        console.print(f"[yellow]warning[/yellow] {waiting}")
     table = Table("lane", "busy s", "waited for s", box=None, pad_edge=False)
     for name, seconds in time["busy_seconds"].items():
         exposed = time["exposed_seconds"].get(name)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from triaxis.launch.hardware import hardware
 from triaxis.launch.hardware.hardware import constants_of, hardware_names, load_hardware
+from triaxis.launch.hardware.nearly import line_rate, with_network
+from triaxis.launch.planner.waiting import microbatches_for, waiting_text
 
 FILE = """
 name = "desk"
@@ -99,3 +105,48 @@ def test_the_memory_of_a_process_is_measured_or_left_to_the_software(tmp_path: P
     (tmp_path / "presets").mkdir()
     assert load_hardware(written(tmp_path / "presets", FILE)).context_bytes is None
     assert all(load_hardware(name).context_bytes is None for name in hardware_names())
+
+
+def test_a_preset_that_is_copied_or_changed_is_priced_as_the_preset(tmp_path: Path) -> None:
+    """A file of a data sheet's figures is cut to what its generation reaches, as a preset is."""
+    sheet = hardware._table("hardware.toml")["a100-40g"]
+    copied, based = tmp_path / "copied.toml", tmp_path / "based.toml"
+    lines = [f"{key} = {_toml(value)}" for key, value in sheet.items()]
+    copied.write_text("\n".join(lines), encoding="utf-8")
+    based.write_text(
+        'base = "a100-40g"\nmemory_bytes = 64e9\ninter = { bytes_per_s = 1e9 }\n', encoding="utf-8"
+    )
+    preset = load_hardware("a100-40g")
+    assert replace(load_hardware(str(copied)), name=preset.name) == preset
+    found = load_hardware(str(based))
+    assert found.inter == replace(preset.inter, bytes_per_s=1e9)
+    same = replace(found, name=preset.name, source=preset.source, memory_bytes=40e9, inter=preset.inter)
+    assert same == preset
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('base = "a100-40"\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"`base` must be one of .* but is 'a100-40'; nearest: a100-40g"):
+        load_hardware(str(wrong))
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {one}" for key, one in value.items()) + " }"
+    return json.dumps(value)
+
+
+def test_a_network_is_told_by_its_line_rate() -> None:
+    preset = load_hardware("a100-80g")
+    found = with_network(preset, line_rate("100Gb/s"))
+    assert found.inter.bytes_per_s == pytest.approx(0.94 * 12.5e9)
+    assert line_rate("12.5GB/s") == line_rate("100Gb/s") and with_network(preset, None) is preset
+    for wrong in ("100", "fast", "-1Gb/s", "0Gb/s", "1e400Gb/s"):
+        with pytest.raises(argparse.ArgumentTypeError, match="line rate such as 100Gb/s"):
+            line_rate(wrong)
+
+
+def test_a_pipeline_that_waits_is_told_how_not_to() -> None:
+    assert (
+        microbatches_for(0.6, 4) == 2 and microbatches_for(0.2, 4) == 12 and microbatches_for(0.2, 4, 2) == 6
+    )
+    assert "waits about 60% of the step; with 12 microbatches" in str(waiting_text(4, 2))
+    assert waiting_text(4, 12) is None and waiting_text(1, 1) is None

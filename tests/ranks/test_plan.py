@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from triaxis.engine.config import ConfigError
 from triaxis.engine.plan import Precision, Recompute
 from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
-from triaxis.launch.hardware.hardware import load_hardware
+from triaxis.launch.hardware.hardware import Link, load_hardware
 from triaxis.launch.plan import main
 from triaxis.launch.planner.explain import (
     PARTS,
@@ -28,6 +29,7 @@ from triaxis.launch.planner.explain import (
     parse_wish,
     seconds_text,
 )
+from triaxis.launch.planner.reprice import reprice
 from triaxis.launch.planner.run_flags import model_toml, run_flags
 from triaxis.launch.planner.search import Plan, Request, Space, candidates, lightest, pareto, search
 from triaxis.launch.planner.table import (
@@ -162,7 +164,7 @@ def test_published_rows_are_near_and_read_whole() -> None:
 def test_the_front_is_what_nothing_beats(plan_70b: Plan) -> None:
     front = {id(one) for one in plan_70b.pareto}
     assert front and not any(one.crosses_nodes for one in plan_70b.pareto)
-    assert any(one.crosses_nodes for one in plan_70b.fitting)
+    assert not any(one.crosses_nodes for one in plan_70b.candidates), "priced only where nothing else fits"
     for one in (one for one in plan_70b.fitting if not one.crosses_nodes):
         beaten = any(
             other.seconds <= one.seconds
@@ -255,6 +257,30 @@ def test_no_legal_layout_says_why() -> None:
         search(request(seq=8192))
 
 
+def test_nothing_in_its_table_beats_the_choice(plan_70b: Plan) -> None:
+    best = plan_70b.best
+    assert best is not None
+    for one in plan_70b.pareto:
+        assert not (one.seconds <= best.seconds and one.memory_bytes < best.memory_bytes)
+
+
+def test_the_least_is_not_rounded_to_whole_nodes() -> None:
+    """16 are too few, 24 are more than it takes."""
+    model = load_config("llama2-70b")
+    found = least_accelerators(model, model.name, load_hardware("a100-80g"), 4096)
+    assert found is not None and found.layout.gpus == 20
+
+
+def test_what_a_plan_chooses_a_simulation_does_not_refuse() -> None:
+    """One account of memory: on links so slow that the choice is another, the choice fits in both."""
+    slow = replace(load_hardware("a100-40g"), inter=Link(latency_s=15e-6, bytes_per_s=1e9))
+    plan = search(replace(request("llama2-13b", 32, global_batch=128), hardware=slow))
+    assert plan.best is not None
+    found = reprice(plan.best)
+    assert found.works
+    assert found.memory_bytes == pytest.approx(plan.best.memory_bytes, rel=0.03)
+
+
 # Why not.
 
 
@@ -322,7 +348,7 @@ def test_an_impossible_request_says_the_least_that_would_do(
     hardware = load_hardware("rtx4090")
     assert found * 24e9 > 405e9 * 18
     before = [count for count in counts(hardware) if count < found][-1]
-    for count, fits in ((found, True), (before, False)):
+    for count, fits in ((found, True), (before, False), (found - hardware.gpus_per_node, False)):
         light = lightest(request("llama3-405b", count, "rtx4090", global_batch=4 * count))
         assert any(one.fits for one in light) == fits
     assert main(list(wish)) == 1

@@ -197,3 +197,16 @@ def test_the_allocator_rounds_splits_merges_and_keeps() -> None:
     assert allocator.reserved_bytes == 22 * MEBIBYTE
     allocator.change(11 * MEBIBYTE + 1)
     assert allocator.reserved_bytes == 34 * MEBIBYTE
+
+
+def test_what_does_not_fit_ends_so_and_says_what_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "llama2-7b", "--seq", "512", "--dtype", "bf16", "--hardware", "v100-16g"]
+    assert main([*flags, "--microbatches", "1", "--per-device-train-batch-size", "1"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in told
+    assert "what fits: triaxis plan --model llama2-7b --gpus 1 --hardware v100-16g --seq 512" in told
+
+
+def test_a_pipeline_with_few_microbatches_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "small", "--pp", "4", "--microbatches", "2"]) == 0
+    assert "with 12 microbatches or more on each rank" in " ".join(capsys.readouterr().out.split())
