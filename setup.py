@@ -30,6 +30,7 @@ setup(
         "megatron-core>=0.16",
         "transformers",
         "tokenizers",
+        "datasets",
         "rich",
         "tensorboard",
         "matplotlib",

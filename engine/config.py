@@ -52,10 +52,14 @@ class RunConfig:
     data: str = "stdlib"
     data_path: str | None = None
     eval_data: str | None = None
+    eval_fraction: float | None = None
     tokenizer: str | None = None
+    train_inserted_think: bool = False
     seq: int = 128
     pack: bool = True
     on_bad_sample: Literal["error", "skip"] = "error"
+    dataloader_num_workers: int = 1
+    show_samples: int = 0
 
     tp: int = 1
     pp: int = 1

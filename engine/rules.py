@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
+from triaxis.engine.data.files import text_files
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import load_config, window_of
 from triaxis.parallel.pipeline.schedule import ScheduleName
@@ -36,7 +37,10 @@ _POSITIVE = (
     *("logging_steps", "timeout_seconds", "adam_epsilon"),
     *("save_steps", "save_minutes", "save_total_limit", "hang_timeout", "spike_factor", "straggler_factor"),
 )
-_NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed")
+_NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed"),
+    *("dataloader_num_workers", "show_samples"),
+)
 _MOST = {
     **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "virtual_stages"), 1_000_000),
     **dict.fromkeys(
@@ -48,7 +52,7 @@ _MOST = {
     "global_batch": 1_000_000_000,
 }
 """Beyond what anybody has run, and still quick to check."""
-_FRACTIONS = ("warmup_ratio", "min_learning_rate_ratio", "adam_beta1", "adam_beta2")
+_FRACTIONS = ("eval_fraction", "warmup_ratio", "min_learning_rate_ratio", "adam_beta1", "adam_beta2")
 
 
 def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None) -> ResolvedRun:
@@ -138,8 +142,14 @@ def _save_faults(config: RunConfig) -> list[str]:
                 + ["--eval_batches"] * (not config.eval_batches)
             )
         )
-    if config.save_best and config.eval_data is None and (config.data_path or config.data) != "stdlib":
-        faults.append("`save_best` needs data to evaluate on, but there is none; name it with --eval_data")
+    if (
+        config.save_best
+        and config.eval_data is None
+        and not (config.eval_fraction or (config.data_path or config.data) == "stdlib")
+    ):
+        faults.append(
+            "`save_best` needs data to evaluate on, but there is none; give --eval_data or --eval_fraction"
+        )
     if strategy == SaveStrategy.NO:
         for name in ("save_total_limit", "save_best", "async_save", "save_hf"):
             if getattr(config, name):
@@ -337,6 +347,11 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             )
         else:
             faults += _missing_data("eval_data", config.eval_data)
+    if config.eval_fraction is not None and (config.eval_data is not None or data == "stdlib"):
+        faults.append(
+            f"`eval_fraction` must be left out with eval_data and with data stdlib, which has its own, but is "
+            f"{config.eval_fraction:g}"
+        )
     if config.tokenizer is not None and data == "stdlib":
         faults.append(
             f"`tokenizer` must be left out with data stdlib, which is bytes, but is {config.tokenizer}; "
@@ -384,8 +399,13 @@ def _tokenizer(config: RunConfig, data: str) -> str | None:
 def _missing_data(field: str, data: str) -> list[str]:
     if data == "stdlib":
         return []
+    try:
+        if text_files(data) is not None:
+            return []
+    except ValueError as error:
+        return [f"`{field}`: {error}; check the path"]
     prefix = data.removesuffix(".bin").removesuffix(".idx")
-    needed = [data] if data.endswith(".jsonl") else [f"{prefix}.bin", f"{prefix}.idx"]
+    needed = [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [path for path in needed if not os.path.isfile(path)]
     if not missing:
         return []

@@ -1,4 +1,4 @@
-"""JSON lines: one document a line, `text`, or `messages` of which the assistant's answers are trained.
+"""Documents of text files: one a line or record, `text`, or `messages` of which the assistant's answers are trained.
 
 What a line may be:
 - blank: passed over, not counted. A byte order mark at the file's head and CRLF ends are taken off.
@@ -16,22 +16,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from triaxis.engine.data.chat import BadLine, Conversation, kind_of, parse_conversation, text_of
-from triaxis.engine.data.fingerprint import fingerprint_arrays
-from triaxis.engine.data.stream import (
-    ArrayTokens,
-    StreamSource,
-    counted,
-    pack_documents,
-    rows_that_train,
-    told_cuts,
-    told_drops,
-)
-from triaxis.engine.data.tokenizer import Encoded, Tokenizer, open_tokenizer
+from triaxis.engine.data.files import Record, records
+from triaxis.engine.data.stream import counted
+from triaxis.engine.data.tokenizer import Encoded, Tokenizer
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BAD_LINES_NAMED = 10
 
 
@@ -99,33 +88,37 @@ class Document:
     trained: list[bool] | None
 
 
-def read_documents(path: Path, tokenizer: Tokenizer, tally: Tally, on_bad_sample: str) -> Iterator[Document]:
-    """The file's documents in order; `tally` is filled as they are read."""
+def read_documents(
+    path: Path,
+    tokenizer: Tokenizer,
+    tally: Tally,
+    on_bad_sample: str,
+    *,
+    still: Callable[[], None] = lambda: None,
+) -> Iterator[Document]:
+    """The file's documents in order; `tally` is filled as they are read. still: called for each."""
     on_bad = _on_bad(on_bad_sample)
     if not path.is_file():
         raise ValueError(f"data must be a file, but {path} does not exist")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            tally.read += 1
-            try:
-                encoded = _encode(parse_line(line, tokenizer, tally), tokenizer)
-            except BadLine as error:
-                if on_bad is OnBadSample.ERROR:
-                    raise ValueError(
-                        f"{path}:{number}: {error}; mend the line, or set on_bad_sample to skip"
-                    ) from error
-                tally.bad.append(f"{path}:{number}: {error}")
-                continue
-            if encoded is None:
-                tally.empty += 1
-                continue
-            tally.add(encoded)
-            yield Document(line=number, ids=encoded.ids, trained=encoded.trained)
-    if not tally.kept:
+    kept = tally.kept
+    for number, record in records(path):
+        tally.read += 1
+        still()
+        try:
+            encoded = _encode(parse_record(record, tokenizer, tally), tokenizer)
+        except BadLine as error:
+            if on_bad is OnBadSample.ERROR:
+                raise ValueError(
+                    f"{path}:{number}: {error}; mend it, or set on_bad_sample to skip"
+                ) from error
+            tally.bad.append(f"{path}:{number}: {error}")
+            continue
+        if encoded is None:
+            tally.empty += 1
+            continue
+        tally.add(encoded)
+        yield Document(line=number, ids=encoded.ids, trained=encoded.trained)
+    if tally.kept == kept:
         listing = f": {tally.listing()}" if tally.bad else ""
         raise ValueError(f"{path} must hold at least one document, but has none ({tally}){listing}")
 
@@ -136,18 +129,11 @@ def _on_bad(value: str) -> OnBadSample:
     return OnBadSample(value)
 
 
-def parse_line(line: bytes, tokenizer: Tokenizer, tally: Tally) -> str | Conversation:
-    """The text or the conversation of a line; raises BadLine."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadLine(f"is not UTF-8 (byte {error.start} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise BadLine(f"is not JSON ({error.msg} at column {error.colno})") from error
-    except RecursionError as error:
-        raise BadLine("is not JSON that can be read (nested too deep)") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise BadLine("is not JSON that can be read (a number is too long)") from error
+def parse_record(found: Record, tokenizer: Tokenizer, tally: Tally) -> str | Conversation:
+    """The text or the conversation of a record; raises BadLine."""
+    if isinstance(found, BadLine):
+        raise found
+    record = _parse_line(found) if isinstance(found, bytes) else found
     if not isinstance(record, dict):
         raise BadLine(f"must be a JSON object, but is {kind_of(record)}")
     if "messages" in record:
@@ -156,6 +142,19 @@ def parse_line(line: bytes, tokenizer: Tokenizer, tally: Tally) -> str | Convers
         tally.unread.update(key for key in record if key != "text")
         return text_of(record["text"], "`text`")
     raise BadLine(f"must have the key `text` or `messages`, but has {', '.join(map(repr, record)) or 'none'}")
+
+
+def _parse_line(line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"is not UTF-8 (byte {error.start} of the line)") from error
+    except json.JSONDecodeError as error:
+        raise BadLine(f"is not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise BadLine("is not JSON that can be read (nested too deep)") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise BadLine("is not JSON that can be read (a number is too long)") from error
 
 
 def _encode(content: str | Conversation, tokenizer: Tokenizer) -> Encoded | None:
@@ -174,45 +173,3 @@ def _says_something(fields: dict[str, Any]) -> bool:
         if isinstance(content, str)
         else len(fields) > 1 + ("content" in fields and not content)
     )
-
-
-def open_jsonl(
-    path: Path, *, sequence_length: int, tokenizer_path: str | Path | None, on_bad_sample: str, pack: bool
-) -> StreamSource:
-    """The whole file, tokenized into memory; a corpus that does not fit there wants `launch.preprocess`."""
-    tokenizer = open_tokenizer(tokenizer_path)
-    tally = Tally()
-    ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
-    targets: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
-    lines: list[int] = []
-    for document in read_documents(path, tokenizer, tally, on_bad_sample):
-        lines.append(document.line)
-        ids.append(np.array(document.ids, dtype=np.int32))
-        targets.append(np.array(document.trained or [True] * len(document.ids), dtype=np.bool_))
-    lengths = np.array([len(piece) for piece in ids], dtype=np.int64)
-    stops = np.cumsum(lengths)
-    tokens = np.concatenate(ids)
-    starts, trained = stops - lengths, np.concatenate(targets)
-    cut = pack_documents(starts, len(tokens), sequence_length, pack=pack)
-    rows = rows_that_train(cut, starts, len(tokens), trained)
-    if not len(rows.starts):
-        raise ValueError(f"{path}: no document has a token to train on ({tally}); give longer texts")
-    return StreamSource(
-        tokens=ArrayTokens(tokens),
-        document_starts=starts,
-        rows=rows,
-        sequence_length=sequence_length,
-        vocab_size=tokenizer.vocab_size,
-        name_document=_line_namer(path, lines),
-        report=f"{path}: {tally}"
-        + (f" ({tally.listing()})" if tally.bad else "")
-        + told_cuts(lengths, sequence_length)
-        + told_drops(cut, rows),
-        notes=(*tokenizer.notes, *tally.told()),
-        fingerprint=fingerprint_arrays(tokens, trained, starts),
-        trained=trained,
-    )
-
-
-def _line_namer(path: Path, lines: list[int]) -> Callable[[int], str]:
-    return lambda document: f"{path}:{lines[document]}"

@@ -65,10 +65,12 @@ class Loader:
         return epoch, int(self._order(epoch)[place])
 
     def _order(self, epoch: int) -> Ints:
-        if epoch not in self._orders:
-            kept = {known: order for known, order in self._orders.items() if abs(known - epoch) == 1}
-            self._orders = {**kept, epoch: epoch_order(len(self.source), seed=self.seed, epoch=epoch)}
-        return self._orders[epoch]
+        orders = self._orders  # another thread may put others in its place
+        if epoch not in orders:
+            kept = {known: order for known, order in orders.items() if abs(known - epoch) == 1}
+            orders = {**kept, epoch: epoch_order(len(self.source), seed=self.seed, epoch=epoch)}
+            self._orders = orders
+        return orders[epoch]
 
     def step_batches(self, step: int, *, first_sample: int | None = None) -> list[Batch]:
         """This rank's microbatches of optimizer step `step` (from 0).

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from triaxis.engine.data.jsonl import open_jsonl
+from triaxis.engine.data.corpus import Reading, open_corpus
+from triaxis.engine.data.files import text_files
 from triaxis.engine.data.megatron import open_megatron
 from triaxis.engine.data.stdlib import open_stdlib
 from triaxis.engine.data.stream import Ints, Sample
 
 SPLITS = ("train", "eval")
+CACHE = Path("~/.cache/triaxis/data")
 
 
 class Source(Protocol):
@@ -54,29 +56,43 @@ def open_source(
     tokenizer_path: str | Path | None = None,
     on_bad_sample: str = "error",
     pack: bool = True,
+    train_inserted: bool = False,
+    eval_fraction: float | None = None,
+    cache: Path | None = None,
 ) -> Source:
-    """Open "stdlib", a .jsonl file, or Megatron files (their prefix, the .bin or the .idx).
+    """Open "stdlib", text files (.jsonl and others; a folder, a pattern, several), or Megatron files.
 
-    Only "stdlib" is split here: of files, an eval set is a file of its own, read whole.
+    Megatron's by their prefix, the .bin or the .idx. "stdlib" is split here, and text files where eval_fraction says
+    what part is held out; otherwise an eval set is a file of its own, read whole.
+    cache: where a large corpus's tokens are kept
     """
     del seed  # the order of samples is the loader's; no source here draws
     if split not in SPLITS:
         raise ValueError(f"`split` must be train or eval, but is {split!r}")
     if sequence_length < 1:
         raise ValueError(f"`sequence_length` must be at least 1, but is {sequence_length}")
-    path = Path(name_or_path)
     if str(name_or_path) == "stdlib":
         if tokenizer_path is not None:
             raise ValueError(
                 f"`tokenizer` must be left out for stdlib, which is bytes, but is {tokenizer_path}"
             )
         return open_stdlib(split=split, sequence_length=sequence_length)
-    if path.suffix == ".jsonl":
-        return open_jsonl(
-            path,
-            sequence_length=sequence_length,
-            tokenizer_path=tokenizer_path,
-            on_bad_sample=on_bad_sample,
-            pack=pack,
+    files = text_files(str(name_or_path))
+    if files is None:
+        if eval_fraction is not None:
+            raise ValueError(
+                f"`eval_fraction` must be left out for token files such as {name_or_path}; name others with --eval_data"
+            )
+        return open_megatron(
+            Path(name_or_path), sequence_length=sequence_length, tokenizer_path=tokenizer_path
         )
-    return open_megatron(path, sequence_length=sequence_length, tokenizer_path=tokenizer_path)
+    reading = Reading(
+        tokenizer_path=None if tokenizer_path is None else str(tokenizer_path),
+        on_bad_sample=on_bad_sample,
+        train_inserted=train_inserted,
+        eval_fraction=eval_fraction,
+        held_out=split == "eval",
+    )
+    return open_corpus(
+        files, reading, sequence_length=sequence_length, pack=pack, cache=cache or CACHE.expanduser()
+    )

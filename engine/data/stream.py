@@ -6,8 +6,12 @@ of at most `sequence_length` tokens. The ways of packing differ only in where ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +20,7 @@ from numpy.typing import NDArray
 from triaxis.models.batch import IGNORED
 
 Ints = NDArray[np.int64]
+BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,23 @@ class ArrayTokens:
         return self.tokens[start:stop].astype(np.int64)
 
 
+class FileTokens:
+    """A stream in a file of numbers. Read, not mapped: pages of a map would count as this process's memory."""
+
+    def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
+        self._file = path.open("rb")
+        self._dtype = dtype
+        self._count = os.fstat(self._file.fileno()).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, stop: int) -> Ints:
+        size = self._dtype.itemsize
+        content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
+        return np.frombuffer(content, self._dtype).astype(np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Row i is the stream's tokens [starts[i], stops[i])."""
@@ -75,9 +97,8 @@ def pack_documents(document_starts: Ints, tokens: int, sequence_length: int, *, 
     With pack=False each document (or piece of a long one) has a row of its own.
     Example: documents of 3, 2, 9, 1 tokens, length 4: [0, 3) [3, 5) [5, 9) [9, 13) [13, 15).
     """
-    starts: list[int] = []
-    stops: list[int] = []
-    for start, stop in zip(document_starts.tolist(), [*document_starts[1:].tolist(), tokens], strict=True):
+    starts, stops = array("q"), array("q")
+    for start, stop in _bounds(document_starts, tokens):
         if pack and starts and stop - starts[-1] <= sequence_length:
             stops[-1] = stop
             continue
@@ -87,24 +108,39 @@ def pack_documents(document_starts: Ints, tokens: int, sequence_length: int, *, 
     return Rows(starts=np.array(starts, dtype=np.int64), stops=np.array(stops, dtype=np.int64))
 
 
-def rows_that_train(
-    rows: Rows, document_starts: Ints, tokens: int, trained: NDArray[np.bool_] | None
-) -> Rows:
+def _bounds(document_starts: Ints, tokens: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each document, a block of them in memory at a time."""
+    for first in range(0, len(document_starts), BLOCK):
+        block = document_starts[first : first + BLOCK + 1].tolist()
+        if len(block) <= BLOCK:
+            block.append(tokens)
+        yield from pairwise(block)
+
+
+def rows_that_train(rows: Rows, document_starts: Ints, tokens: int, trained: TokenReader | None) -> Rows:
     """The rows that hold at least one trained target: a token that is trained and does not begin its document.
 
     Example: documents of 3 and 1 tokens in rows [0, 3) [3, 4): the second row has no target, and is dropped.
     """
-    if trained is None:
-        # Row [start, stop) has the targets (start, stop], less those that begin a document or lie behind the end.
-        beginnings = np.append(document_starts, tokens)
-        first, last = (np.searchsorted(beginnings, edge, side="right") for edge in (rows.starts, rows.stops))
-        kept = rows.stops - rows.starts > last - first
-    else:
-        targets = np.concatenate((trained, [False]))
-        targets[document_starts] = False
-        before = np.concatenate(([0], np.cumsum(targets)))
-        kept = before[rows.stops + 1] > before[rows.starts + 1]
+    # Row [start, stop) has the targets (start, stop], less those that begin a document or lie behind the end.
+    beginnings = np.append(document_starts, tokens)
+    first, last = (np.searchsorted(beginnings, edge, side="right") for edge in (rows.starts, rows.stops))
+    kept = rows.stops - rows.starts > last - first
+    if trained is not None:
+        for block in range(0, len(kept), BLOCK):
+            part = slice(block, block + BLOCK)
+            kept[part] &= _hold_trained(rows.starts[part], rows.stops[part], beginnings, trained)
     return Rows(starts=rows.starts[kept], stops=rows.stops[kept])
+
+
+def _hold_trained(starts: Ints, stops: Ints, beginnings: Ints, trained: TokenReader) -> NDArray[np.bool_]:
+    low, high = int(starts[0]), int(stops[-1]) + 1
+    targets = np.append(trained.read(low, min(high, len(trained))) != 0, high > len(trained))[: high - low]
+    first, last = np.searchsorted(beginnings, (low, high))
+    targets[beginnings[first:last] - low] = False
+    before = np.concatenate(([0], np.cumsum(targets)))
+    found: NDArray[np.bool_] = before[stops + 1 - low] > before[starts + 1 - low]
+    return found
 
 
 def told_drops(cut: Rows, kept: Rows) -> str:
@@ -116,9 +152,9 @@ def told_drops(cut: Rows, kept: Rows) -> str:
     return f"; {counted(dropped, 'row')} without a trained token dropped ({counted(lost, 'token')})"
 
 
-def told_cuts(lengths: Ints, sequence_length: int) -> str:
+def told_cuts(document_starts: Ints, tokens: int, sequence_length: int) -> str:
     """ "; 2 documents longer than a row were cut", or "" where none was."""
-    cut = int((lengths > sequence_length).sum())
+    cut = sum(stop - start > sequence_length for start, stop in _bounds(document_starts, tokens))
     return (
         f"; {counted(cut, 'document')} longer than a row {'was' if cut == 1 else 'were'} cut" if cut else ""
     )
@@ -151,7 +187,7 @@ class StreamSource:
     report: str
     fingerprint: str
     notes: tuple[str, ...] = ()
-    trained: NDArray[np.bool_] | None = None
+    trained: TokenReader | None = None
 
     def __len__(self) -> int:
         return len(self.rows.starts)
@@ -171,7 +207,7 @@ class StreamSource:
         tokens = self.tokens.read(start, min(stop + 1, len(self.tokens)))
         targets = tokens[1:].copy()
         if self.trained is not None:
-            targets[~self.trained[start + 1 : start + len(tokens)]] = IGNORED
+            targets[self.trained.read(start + 1, start + len(tokens)) == 0] = IGNORED
         targets[borders - 1] = IGNORED
         tokens_L = np.zeros(length, dtype=np.int64)
         tokens_L[:size] = tokens[:size]

@@ -19,7 +19,9 @@ from triaxis.engine.checkpoint.manifest import RunState
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
 from triaxis.engine.data.fingerprint import fingerprint_code, fingerprint_tokenizer
 from triaxis.engine.data.loader import Loader
+from triaxis.engine.data.show import shown_rows
 from triaxis.engine.data.source import open_source
+from triaxis.engine.data.tokenizer import open_tokenizer
 from triaxis.engine.data.usage import told_usage
 from triaxis.parallel.worlds.agreement import agree, gather_json
 from triaxis.parallel.worlds.mesh import Mesh
@@ -93,9 +95,9 @@ def _open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: st
     """This rank's loader; None for an evaluation split that the run does not have."""
     data: str | Path = resolved.data
     if split == "eval" and resolved.data != "stdlib":
-        if config.eval_data is None:
+        if config.eval_data is None and not config.eval_fraction:
             return None
-        data = config.eval_data
+        data = config.eval_data or data
     source = open_source(
         data,
         split=split,
@@ -104,6 +106,8 @@ def _open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: st
         tokenizer_path=resolved.tokenizer,
         on_bad_sample=config.on_bad_sample,
         pack=config.pack,
+        train_inserted=config.train_inserted_think,
+        eval_fraction=config.eval_fraction or None,
     )
     if source.vocab_size > resolved.model.vocab_size:
         raise ValueError(
@@ -136,8 +140,9 @@ def tell_faults(mesh: Mesh, fault: str | None) -> str | None:
     return "\n".join(f"{text} (on {_listed(ranks)})" for text, ranks in faults.items())
 
 
-def told_inputs(inputs: RunInputs, resolved: ResolvedRun, eval_batches: int, samples: int) -> list[str]:
+def told_inputs(inputs: RunInputs, config: RunConfig, resolved: ResolvedRun, samples: int) -> list[str]:
     """What is read and what becomes of it, a line each; samples: of the whole run."""
+    eval_batches = config.eval_batches
     training, evaluation = inputs.training, inputs.evaluation
     told = [
         training.source.summary(),
@@ -148,6 +153,9 @@ def told_inputs(inputs: RunInputs, resolved: ResolvedRun, eval_batches: int, sam
         if eval_batches:
             rows, all_rows = evaluation.eval_samples(eval_batches), len(evaluation.source)
             told.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
+    if config.show_samples:
+        tokenizer = open_tokenizer(resolved.tokenizer)
+        told += shown_rows(training.source, tokenizer, config.show_samples)
     return told
 
 

@@ -21,6 +21,7 @@ from triaxis.engine.config import (
     run_directory,
     warmup_steps_of,
 )
+from triaxis.engine.data.ahead import Ahead
 from triaxis.engine.faults.numbers import judge, most_norm
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Supervision, Watch
@@ -118,7 +119,7 @@ class _Run:
             len(self._loader.source), done=counters.step, consumed=counters.samples
         )
         samples = counters.samples + (total_steps - counters.step) * resolved.global_batch
-        sources = told_inputs(self._inputs, resolved, config.eval_batches, samples)
+        sources = told_inputs(self._inputs, config, resolved, samples) if self._speaks else []
         kept = counters.step if state is not None and continues_here(config) else 0
         sources.append(told_groups(self._training, config.weight_decay))
         with (
@@ -128,6 +129,7 @@ class _Run:
             Progress(
                 total_steps, speaks=self._speaks, logging_steps=config.logging_steps, done=counters.step
             ) as progress,
+            Ahead(self._loader, workers=config.dataloader_num_workers, total_steps=total_steps) as ahead,
         ):
             progress.announce("\n".join([opening(config, resolved, total_steps, sources), *notes]))
             saver = Saver(
@@ -145,7 +147,7 @@ class _Run:
                 progress.announce(f"an older run wrote here: its metrics are now {metrics.aside}")
             if counters.step >= total_steps:
                 saver.keep_finished(counters)
-            summary = self._train(counters, total_steps, saver, metrics, progress)
+            summary = self._train(counters, total_steps, ahead, saver, metrics, progress)
         if self._speaks:
             progress.announce(_closing(summary, total_steps, counters.skipped_steps))
         return summary
@@ -159,6 +161,7 @@ class _Run:
         self,
         counters: Counters,
         total_steps: int,
+        ahead: Ahead,
         saver: Saver,
         metrics: MetricsWriter,
         progress: Progress,
@@ -170,7 +173,7 @@ class _Run:
         saves = self._resolved.save_strategy != SaveStrategy.NO
         with self._interruption.looked_at() if saves else nullcontext():
             while counters.step < total_steps and not asked:
-                row = self._step(counters, total_steps, rates, progress.announce)
+                row = self._step(counters, total_steps, rates, ahead, progress.announce)
                 try:
                     eval_loss, fault = self._evaluate(counters.step, total_steps, rates)
                 except Exception:
@@ -217,7 +220,7 @@ class _Run:
         say(exported_text(done))
 
     def _step(
-        self, counters: Counters, total_steps: int, rates: Rates, say: Callable[[str], None]
+        self, counters: Counters, total_steps: int, rates: Rates, ahead: Ahead, say: Callable[[str], None]
     ) -> StepRow:
         """Step `counters.step` (from 0)."""
         config, mesh, number = self._config, self._mesh, counters.step
@@ -232,7 +235,7 @@ class _Run:
         mesh.clear_traffic()
         self._times.start()
         self._watch.at(number + 1, "reading data")
-        batches = self._loader.step_batches(number, first_sample=counters.samples)
+        batches = ahead.step_batches(number, counters.samples)
         self._times.data_is_there()
         self._watch.at(number + 1, "training")
         limit = most_norm(counters, config.spike_factor)

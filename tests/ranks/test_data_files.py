@@ -202,7 +202,7 @@ def test_preprocess_reports_and_writes_all_or_nothing(
     out = capsys.readouterr().out
     assert "read 5, kept 2, empty 2, bad 1" in out and f"left out {path}:5: " in out
     assert check_index(prefix).documents == 2
-    assert main(["--input", str(talk_file(path)), "--output", str(prefix)]) == 2
+    assert main(["--input", str(talk_file(path)), "--output", str(prefix), "--overwrite"]) == 2
     assert "must have `text`, but has `messages`" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--merge", "a", "--skip-bad", "--output", "c"])
