@@ -226,7 +226,6 @@ def test_a_ranks_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:  
     small = peak(1, 1)
     assert peak(size, ranks) <= small + most
     assert peak(size, 1) <= small + most  # from the cache
-    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 1  # 1 MB needs none
 
 
 # Batches ahead
