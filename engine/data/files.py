@@ -47,9 +47,10 @@ def text_files(data: str) -> list[Path] | None:
         else:
             inside = [place] if os.path.isfile(part) and kind_of_file(place) else []
         if not inside:
+            there = "is none" if os.path.exists(part) else "does not exist"
             raise ValueError(
                 f"data must be a file of {', '.join(KINDS)} (or compressed), a folder or a pattern of them, but {part} "
-                f"{'holds none' if os.path.isdir(part) else 'does not exist' if not os.path.exists(part) else 'is none'}"
+                f"{'holds none' if os.path.isdir(part) else there}"
             )
         found += inside
     return list(dict.fromkeys(found))
