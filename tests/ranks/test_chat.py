@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from triaxis.engine.config import RunConfig
 from triaxis.engine.data.jsonl import Document, Tally, read_documents
 from triaxis.engine.data.tokenizer import open_tokenizer
 
@@ -217,6 +218,7 @@ def test_what_earlier_turns_lose_is_not_trained_and_thoughts_that_are_shown_are(
 def test_a_think_block_of_the_templates_own_is_masked_or_trained_as_asked(
     folders: dict[str, Any], tmp_path: Path
 ) -> None:  # N08
+    assert not RunConfig().train_inserted_think
     for template, inserted, said in (
         (QWEN3, "<think>\n\n</think>\n\n", "yes<|im_end|>"),
         (GLM, "\n<think></think>\n", "yes"),
