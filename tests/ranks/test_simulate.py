@@ -123,9 +123,9 @@ def test_a_large_cluster_is_traced_proved_and_priced_in_time(name: str, cpu_seco
         *LARGE[name].split(), *["--sp", "--dtype", "bf16", "--per-device-train-batch-size", "1", "--json"]
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert found.returncode == 0, found.stderr
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     values = json.loads(found.stdout)
+    assert found.returncode == (0 if values["memory"]["fits"] else 1), found.stderr
     assert values["proof"]["holds"]
     assert not values["proof"]["warnings"]
     assert values["proof"]["ranks"] == values["topology"]["world_size"]
