@@ -96,7 +96,7 @@ def _array(content: bytes) -> Iterator[tuple[int, Record]]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Record]]:
     """A table's rows; what a row has no value for is left out, as in JSON."""
-    from datasets import load_dataset  # type: ignore[import-untyped]  # noqa: PLC0415 - slow to import
+    from datasets import load_dataset  # noqa: PLC0415 - slow to import
 
     table = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     for number, row in enumerate(table, start=1):
