@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Literal
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.data.files import text_files
+from triaxis.engine.data.vocabulary import vocabulary_of
 from triaxis.models.config import ModelConfig
-from triaxis.models.presets import load_config, window_of
+from triaxis.models.presets import PRESETS, load_config, window_of
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import divisors
 from triaxis.parallel.places.topology import Topology, resolve_topology
@@ -66,7 +68,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
     topology = _topology(config, world_size, faults)
     if model is None:
         try:
-            model = load_config(config.model_name_or_path or config.model)
+            model = _with_vocabulary(config, load_config(config.model_name_or_path or config.model))
             faults += _hub_faults(config, model)
         except ValueError as error:
             faults.append(str(error))
@@ -363,6 +365,19 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             f"exist; check the path"
         )
     return data, faults
+
+
+def _with_vocabulary(config: RunConfig, model: ModelConfig) -> ModelConfig:
+    """A preset that starts from nothing takes the vocabulary of a tokenizer that has more tokens than it."""
+    if (
+        config.tokenizer is None
+        or config.model_name_or_path
+        or config.init_from
+        or config.model not in PRESETS
+    ):
+        return model
+    tokens = vocabulary_of(config.tokenizer) or 0
+    return dataclasses.replace(model, vocab_size=tokens) if tokens > model.vocab_size else model
 
 
 def _hub_faults(config: RunConfig, model: ModelConfig) -> list[str]:

@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "data_path": "Another name for --data.",
         "eval_data": "Held-out data of the same kind as --data; stdlib holds some of its own back.",
         "eval_fraction": "Hold this part of the .jsonl or text data back to evaluate on, chosen by content.",
-        "tokenizer": "A tokenizer.json or its directory, for .jsonl; bytes without one.",
+        "tokenizer": "A tokenizer.json or its directory, for text; bytes without one. A preset takes its vocabulary.",
         "train_inserted_think": "Also train the empty think blocks that a chat template inserts into answers.",
         "seq": "Tokens in a sequence.",
         "pack": "Fill sequences with several documents; none attends to another.",

@@ -18,8 +18,8 @@ from typing import Any
 
 from triaxis.engine.data.chat import BadLine, Conversation, kind_of, parse_conversation, text_of
 from triaxis.engine.data.files import Record, records
-from triaxis.engine.data.stream import counted
 from triaxis.engine.data.tokenizer import Encoded, Tokenizer
+from triaxis.parallel.places.legal_values import counted
 
 BAD_LINES_NAMED = 10
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triaxis.models.batch import IGNORED
+from triaxis.parallel.places.legal_values import counted
 
 Ints = NDArray[np.int64]
 BLOCK = 4096
@@ -158,11 +159,6 @@ def told_cuts(document_starts: Ints, tokens: int, sequence_length: int) -> str:
     return (
         f"; {counted(cut, 'document')} longer than a row {'was' if cut == 1 else 'were'} cut" if cut else ""
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 row`, `2,000 rows`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from triaxis.engine.data.stream import counted
+from triaxis.parallel.places.legal_values import counted
 
 
 def told_usage(rows: int, samples: int, batch: int, epochs: float | None) -> str:

@@ -362,3 +362,28 @@ def test_borders_that_wrap_are_refused(tmp_path: Path, border: int) -> None:
         ValueError, match=r"x\.idx: document borders must be ascending from 0 to 2, but is descending"
     ):
         check_index(tmp_path / "x")
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_a_preset_takes_the_vocabulary_of_a_larger_tokenizer(tmp_path: Path, place: str) -> None:
+    """README's line: a tokenizer, and the default model, whose own vocabulary is of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(1000)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    words.add_special_tokens(["</s>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    path = lines(tmp_path / "x.jsonl", ["w999 w1 w2"] * 8)
+    flags = {
+        "tokenizer": str(tmp_path / "tokenizer.json" if place == "file" else tmp_path),
+        "data": str(path),
+        "seq": 16,
+        "steps": 1,
+        "per_device_train_batch_size": 1,
+        "output_dir": str(tmp_path / "out"),
+    }
+    assert resolve(RunConfig(**flags), 1).model.vocab_size == 1001
+    if place == "file":
+        run(flags)
+        assert rows(tmp_path / "out")[0]["trained_tokens"] > 0
+    assert resolve(RunConfig(data=str(path)), 1).model.vocab_size == 257
