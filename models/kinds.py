@@ -108,7 +108,7 @@ class GroupedAttention(Kind):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        _positive(self, "heads", "kv_heads", "head_size")
+        require_positive(self, "heads", "kv_heads", "head_size")
         if self.heads % self.kv_heads:
             divisors = ", ".join(str(part) for part in range(1, self.heads + 1) if self.heads % part == 0)
             raise ValueError(
@@ -150,7 +150,7 @@ class Dense(Kind):
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive(self, "ffn_size")
+        require_positive(self, "ffn_size")
 
     @property
     def inputs(self) -> int:
@@ -214,7 +214,8 @@ class Layer(Kind):
         return self.attention.head_sizes()
 
 
-def _positive(kind: Kind, *names: str) -> None:
+def require_positive(kind: Kind, *names: str) -> None:
+    """ValueError for a size below 1."""
     for name in names:
         if getattr(kind, name) < 1:
             raise ValueError(f"model `{name}` must be at least 1, but is {getattr(kind, name)}")

@@ -89,6 +89,10 @@ class YarnScaling:
             return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
         return _yarn_scale(self.factor, 1.0)
 
+    def score_scale(self) -> float:
+        """What latent attention's scores are multiplied by, besides 1/√d: m², since queries and keys count alike."""
+        return _yarn_scale(self.factor, self.mscale_all_dim or 0.0) ** 2
+
 
 def _yarn_scale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -24,30 +24,36 @@ class _Rotary(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int, size: int
+        ctx: Any, fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int, size: int, first: int
     ) -> Tensor:
         ctx.mark_dirty(fused_TO)
         ctx.save_for_backward(cos_T1E, sin_T1E)
-        ctx.heads, ctx.size = heads, size
-        _turn(_turned(fused_TO, heads, size, cos_T1E), cos_T1E, sin_T1E, 1)
+        ctx.place = heads, size, first
+        _turn(_turned(fused_TO, cos_T1E, *ctx.place), cos_T1E, sin_T1E, 1)
         return fused_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_T1E, sin_T1E = ctx.saved_tensors
         grad_TO = grads[0]
-        _turn(_turned(grad_TO, ctx.heads, ctx.size, cos_T1E), cos_T1E, sin_T1E, -1)
-        return grad_TO, None, None, None, None
+        _turn(_turned(grad_TO, cos_T1E, *ctx.place), cos_T1E, sin_T1E, -1)
+        return grad_TO, None, None, None, None, None
 
 
-def _turned(fused_TO: Tensor, heads: int, size: int, cos_T1E: Tensor) -> Tensor:
-    """What is turned of the first heads: the leading elements of each, as many as the tables have twice."""
-    return fused_TO[:, : heads * size].view(-1, heads, size)[..., : 2 * cos_T1E.shape[-1]]
+def _turned(fused_TO: Tensor, cos_T1E: Tensor, heads: int, size: int, first: int) -> Tensor:
+    """What is turned of the first heads: the elements of each from `first` on, as many as the tables have twice."""
+    heads_THD = fused_TO[:, : heads * size].view(-1, heads, size)
+    return heads_THD[..., first : first + 2 * cos_T1E.shape[-1]]
 
 
-def rotate_(fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int, head_size: int) -> Tensor:
+def rotate_(
+    fused_TO: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, heads: int, head_size: int, first: int = 0
+) -> Tensor:
     """Turns the first `heads` heads of each token by its position, in place; backward turns back.
 
+    first: where in each head the turned elements begin
     Read the result through one `split`: its backward makes the fresh gradient that is turned in place.
     """
-    return _Rotary.apply(fused_TO, cos_T1E, sin_T1E, heads, head_size)  # type: ignore[no-any-return, no-untyped-call]
+    return _Rotary.apply(  # type: ignore[no-any-return, no-untyped-call]
+        fused_TO, cos_T1E, sin_T1E, heads, head_size, first
+    )

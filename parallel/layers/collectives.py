@@ -68,6 +68,28 @@ def split_tokens(hidden_TD: Tensor, group: Group) -> Tensor:
     return _SplitTokens.apply(hidden_TD, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Shared(Function):
+    @staticmethod
+    def forward(ctx: Any, part_TD: Tensor, group: Group, sequence_parallel: bool) -> Tensor:  # noqa: ANN401
+        ctx.group, ctx.reduce = group, reduction(sequence_parallel)
+        whole_TD = gather(part_TD, group) if sequence_parallel else part_TD
+        return whole_TD.clone() if whole_TD is part_TD else whole_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        reduced_TD, work = ctx.reduce(grads[0].contiguous(), ctx.group)
+        work.wait()
+        return reduced_TD, None, None
+
+
+def shared_by_ranks(part_TD: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """V → R under sequence parallelism, else R → R: a fresh tensor that each rank's own heads read.
+
+    Each rank's gradient is that of its heads alone, so backward sums: P → V, or P → R.
+    """
+    return _Shared.apply(part_TD, group, sequence_parallel)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def part_of(whole: Tensor, group: Group) -> Tensor:
     """This rank's equal part of a flat tensor, as a view."""
     size = whole.numel() // group.size

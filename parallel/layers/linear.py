@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers: column parallel (several named weights, one product) and row parallel.
+"""Linear layers under tp: column parallel (several named weights, one product), row parallel, replicated.
 
 Shapes: T tokens of the microbatch, I/O in and out features held here, D hidden. Under sequence parallelism the
 layers' outside is [T/tp, D]: the first gathers the tokens, the second scatters the sums.
@@ -78,6 +78,22 @@ class _RowParallel(Function):
         grad_TO = gather(grads[0], ctx.group) if ctx.sequence_parallel else grads[0].contiguous()
         grad_TI = grad_TO @ ctx.weight
         return grad_TI, weight_gradient(ctx.weight, grad_TO, input_TI), None, None
+
+
+class _Replicated(Function):
+    """y_TO = x_TI · Wᵀ, the same weight on every tensor rank: nothing is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, input_TI: Tensor, weight: nn.Parameter) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(input_TI)
+        ctx.weight = weight
+        return F.linear(input_TI, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (input_TI,) = ctx.saved_tensors
+        grad_TO = grads[0].contiguous()
+        return grad_TO @ ctx.weight, weight_gradient(ctx.weight, grad_TO, input_TI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +189,34 @@ def _column_layout(
         init=init,
         std=std,
     )
+
+
+class ReplicatedLinear(nn.Module):
+    """Several weights that share an input, whole on every tensor rank and multiplied as one; [T, I] → [T, O].
+
+    Under sequence parallelism [T/tp, I] → [T/tp, O]: each rank multiplies its tokens, and the weights' gradients are
+    summed over tp. Without it all ranks do the same, and must be given the whole gradient.
+    """
+
+    def __init__(self, build: Build, parts: Sequence[Part], in_features: int, *, std: float = 0.02) -> None:
+        super().__init__()
+        self.weight = build.parameter(sum(part.rows for part in parts), in_features)
+        layouts = [
+            replicated(
+                f"{part.name}.weight",
+                (part.rows, in_features),
+                build.mesh.tp.rank,
+                sequence_parallel=build.sequence_parallel,
+                decayed=True,
+                init=Init.NORMAL,
+                std=std,
+            )
+            for part in parts
+        ]
+        declare(self.weight, *layouts)
+
+    def forward(self, input_TI: Tensor) -> Tensor:
+        return _Replicated.apply(input_TI, self.weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class RowParallelLinear(nn.Module):
