@@ -11,7 +11,7 @@ from typing import Any
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, resolve
 from triaxis.models.config import ModelConfig
-from triaxis.models.presets import load_config
+from triaxis.models.presets import layers_read_over, load_config
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import counted, divisors
 
@@ -77,6 +77,17 @@ def flags_of(config: RunConfig) -> list[str]:
         else:
             words += [f"--{name}", str(value)]
     return words
+
+
+def depths_warning(config: RunConfig) -> str | None:
+    """Says so where a Hugging Face folder has layers for extra prediction depths, which are not trained."""
+    count = layers_read_over(config.model_name_or_path) if config.model_name_or_path is not None else 0
+    if count == 0:
+        return None
+    return (
+        f"warning: {config.model_name_or_path} has {count} layer(s) for extra prediction depths "
+        "(`num_nextn_predict_layers`), which are read over and not trained"
+    )
 
 
 def bubble_warning(config: RunConfig, resolved: ResolvedRun) -> str | None:

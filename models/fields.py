@@ -99,7 +99,7 @@ class DenseFields:
     def _positions(self) -> Positions:
         if self.positions == PositionKind.LEARNED:
             return Learned()
-        scaling = None if self.rope_scaling is None else _scaling(self.rope_scaling)
+        scaling = None if self.rope_scaling is None else scaling_of(self.rope_scaling)
         return Rope(theta=self.rope_theta, fraction=self.rope_fraction, scaling=scaling)
 
 
@@ -142,7 +142,7 @@ def fields_of(model: ModelConfig) -> DenseFields:
         tied=model.tied,
         init_std=model.init_std,
         rope_fraction=1.0 if rope is None else rope.fraction,
-        rope_scaling=None if rope is None or rope.scaling is None else _scaling_fields(rope.scaling),
+        rope_scaling=None if rope is None or rope.scaling is None else scaling_fields(rope.scaling),
     )
 
 
@@ -164,7 +164,8 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
     return {k: v for k, v in found.items() if k != "name" and not (k in later and v == later[k])}
 
 
-def _scaling(values: Mapping[str, Any]) -> Scaling:
+def scaling_of(values: Mapping[str, Any]) -> Scaling:
+    """The scaling that the flat field `rope_scaling` means."""
     values = dict(values)
     name = values.pop("rope_type", None)
     if name not in SCALINGS:
@@ -177,7 +178,8 @@ def _scaling(values: Mapping[str, Any]) -> Scaling:
         raise ValueError(f"`rope_scaling` must have the fields of {name}, but: {error}") from error
 
 
-def _scaling_fields(scaling: Scaling) -> dict[str, Any]:
+def scaling_fields(scaling: Scaling) -> dict[str, Any]:
+    """The same, back."""
     name = next(name for name, kind in SCALINGS.items() if kind is type(scaling))
     return {"rope_type": name, **dataclasses.asdict(scaling)}
 

@@ -10,10 +10,11 @@ import json
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.fields import PositionKind, config_from_fields, dense_model
-from triaxis.models.huggingface.families import CONFIG, attention_window, model_of, read_config
+from triaxis.models.huggingface.families import CONFIG, attention_window, model_of, more_layers, read_config
 from triaxis.models.kinds import ActivationKind
 from triaxis.models.mixtures import MIXTURES
 from triaxis.models.reading import read_small_file
@@ -165,6 +166,7 @@ _MODELS = (
 )
 
 PRESETS: dict[str, ModelConfig] = {config.name: config for config in (*_MODELS, *MIXTURES)}
+PRESETS["671b"] = PRESETS["deepseek-v3"]
 
 
 def preset(name: str) -> ModelConfig:
@@ -208,8 +210,19 @@ def load_config(name_or_path: str) -> ModelConfig:
 
 def window_of(name_or_path: str) -> int | None:
     """The tokens that attention may look back at most, where a Hugging Face configuration says so; else None."""
+    values = _hub_values(name_or_path)
+    return None if values is None else attention_window(values)
+
+
+def layers_read_over(name_or_path: str) -> int:
+    """Layers for extra prediction depths that a Hugging Face folder has and the model has not."""
+    values = _hub_values(name_or_path)
+    return 0 if values is None else more_layers(values)
+
+
+def _hub_values(name_or_path: str) -> dict[str, Any] | None:
     path = Path(name_or_path)
     path = path / CONFIG if os.path.isdir(path) else path
     if name_or_path in PRESETS or path.suffix != ".json":
         return None
-    return attention_window(read_config(path))
+    return read_config(path)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.models.config import ModelConfig
+from triaxis.models.huggingface.deepseek import DEEPSEEK
 from triaxis.models.huggingface.dense import DENSE
 from triaxis.models.huggingface.family import Family
 from triaxis.models.huggingface.fields import Fields, Unsupported
 from triaxis.models.huggingface.mixtures import MIXTURES
 
 CONFIG = "config.json"
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*DENSE, *MIXTURES)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*DENSE, *MIXTURES, *DEEPSEEK)}
 """By model_type; a model made from scratch is exported as the first that can say it."""
 
 
@@ -54,6 +55,11 @@ def attention_window(values: Mapping[str, Any]) -> int | None:
     window = values.get("sliding_window")
     used = values.get("use_sliding_window", values.get("model_type") in ("mistral", "phi3", "mixtral"))
     return int(window) if window and used else None
+
+
+def more_layers(values: Mapping[str, Any]) -> int:
+    """Layers behind the model's own, which predict further tokens (extra prediction depths) and are read over."""
+    return int(values.get("num_nextn_predict_layers") or 0)
 
 
 def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:

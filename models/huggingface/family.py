@@ -18,6 +18,7 @@ class Family:
 
     read: our model out of a config.json; write: the fields of a config.json, or None for a model that it cannot say
     tables: where tensors lie; several, where versions of transformers wrote them differently, the hub's way first
+    rows: rows that depend on the model's sizes, in every table
     prefix: what some files leave out before every name; fp32: tensors that stay fp32 in a 16-bit export
     """
 
@@ -31,6 +32,7 @@ class Family:
     embedding: str = "model.embed_tokens.weight"
     prefix: str = ""
     fp32: tuple[str, ...] = ()
+    rows: Callable[[ModelConfig], tuple[Row, ...]] = lambda model: ()
 
 
 def dense(read: Callable[[Fields], DenseFields]) -> Callable[[Fields], ModelConfig]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from triaxis.models.config import ModelConfig
-from triaxis.models.huggingface.families import CONFIG, config_json, family_of, read_config
+from triaxis.models.huggingface.families import CONFIG, config_json, family_of, more_layers, read_config
 from triaxis.models.huggingface.places import Places, place_tensors
 from triaxis.models.huggingface.reader import HubWeights, SafetensorsFolder
 from triaxis.models.huggingface.writer import FILE_BYTES, Read, write_tensors
@@ -40,12 +42,18 @@ def open_weights(folder: Path, model: ModelConfig) -> HubWeights:
     values = read_config(folder / CONFIG)
     family = family_of(values, str(folder / CONFIG))
     there, shapes = SafetensorsFolder(folder).file_of, whole_shapes(model)
-    tables = [place_tensors(rows, shapes) for rows in family.tables]
+    own = family.rows(model)
+    tables = [place_tensors((*own, *rows), shapes) for rows in family.tables]
     places = max(tables, key=lambda table: len(table.shapes.keys() & there))  # as these files were written
     if family.prefix and not any(name.startswith(family.prefix) for name in there):
         places = _without_prefix(places, family.prefix)  # saved from the model without its head
     tied = (family.head, places.of["model.embed_tokens.weight"].name) if model.tied else None
-    return HubWeights(folder, places, ignored=family.ignored, tied=tied)
+    return HubWeights(folder, places, ignored=(*family.ignored, *_more_layers(values, model)), tied=tied)
+
+
+def _more_layers(values: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Patterns of the layers behind the model's, for extra prediction depths."""
+    return [f"model.layers.{model.layers + number}.*" for number in range(more_layers(values))]
 
 
 def _without_prefix(places: Places, prefix: str) -> Places:
@@ -86,7 +94,7 @@ def export(
     config = config_json(model, DTYPE_NAMES[dtype], original)
     family = family_of(config, str(folder / CONFIG))
     shapes = whole_shapes(model)
-    places = place_tensors(family.tables[0], shapes)
+    places = place_tensors((*family.rows(model), *family.tables[0]), shapes)
     folder.mkdir(parents=True, exist_ok=True)
     carried = _carry(source, folder) if source is not None else ()
     size = write_tensors(folder, places, shapes, read, dtype, family.fp32, file_bytes)

@@ -2,7 +2,7 @@
 
 Our names are those of Llama in `transformers`, so most families need few rows or none. What differs is told by rows of
 a table, each with its way back: another name, a transposed matrix, several weights below one another in one tensor,
-experts stacked in a dimension of their own. What no row names keeps its name.
+experts stacked in a dimension of their own, rotary rows in pairs. What no row names keeps its name.
 
 Example (GPT-2, hidden 4): our `…q_proj.weight` and `…k_proj.weight`, both (4, 4), lie in `…c_attn.weight`, (4, 12): its
 columns 0 to 4 and 4 to 8, transposed.
@@ -23,6 +23,8 @@ class Row:
 
     transposed: theirs is [in, out]
     stacked: theirs has experts as its first dimension
+    interleaved: (height, turned): in each run of `height` rows the last `turned` ones, which rotary positions turn, lie
+        in pairs there, and here the pairs' first ones above their second ones
     Rows with the same `theirs` lie below one another (before it is transposed), in the table's order.
     """
 
@@ -30,16 +32,38 @@ class Row:
     theirs: str
     transposed: bool = False
     stacked: bool = False
+    interleaved: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one of our tensors lies: rows from `first_row` on of their tensor `name` (of its expert), or columns."""
+    """Where one of our tensors lies: rows from `first_row` on of their tensor `name` (of its expert), or columns.
+
+    interleaved: as in `Row`
+    """
 
     name: str
     first_row: int = 0
     transposed: bool = False
     expert: int | None = None
+    interleaved: tuple[int, int] | None = None
+
+    def order(self, offsets: Shape, sizes: Shape) -> list[int] | None:
+        """Which of the rows that `index` finds there each row of ours is; None where they are in the same order.
+
+        Example: height 5, of which 4 are turned: 0 1 3 2 4.
+        """
+        if self.interleaved is None:
+            return None
+        height, turned = self.interleaved
+        if offsets[0] % height or sizes[0] % height:
+            raise ValueError(
+                f"rows of {self.name} must be read in runs of {height}, a head each, "
+                f"but are {sizes[0]} from {offsets[0]} on"
+            )
+        plain = height - turned
+        run = [*range(plain), *range(plain, height, 2), *range(plain + 1, height, 2)]
+        return [first + row for first in range(0, sizes[0], height) for row in run]
 
     def index(self, offsets: Shape, sizes: Shape) -> tuple[slice | int, ...]:
         """Their elements that are a rectangle of ours; transpose what is read with it where `transposed`."""
@@ -82,6 +106,7 @@ def place_tensors(rows: Sequence[Row], ours: Mapping[str, Shape]) -> Places:
                 first_row=first,
                 transposed=row is not None and row.transposed,
                 expert=expert,
+                interleaved=None if row is None else row.interleaved,
             )
             heights[expert] = first + ours[name][0]
         shapes[theirs] = _whole_shape(members[0][2], ours[members[0][1]], heights)

@@ -16,6 +16,9 @@ from triaxis.models.huggingface.places import Place, Places, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 20
+BLOCK = 128
+SCALES = "_scale_inv"
+"""What DeepSeek-V3 appends to the name of an 8-bit weight to name its blocks' scales."""
 
 
 class ImportRefused(ValueError):
@@ -59,7 +62,18 @@ class SafetensorsFolder:
         """A part of a tensor."""
         whole = self._file(name).get_slice(name)
         part: Tensor = whole[index] if index else self._file(name).get_tensor(name)
-        return part
+        if name + SCALES not in self.file_of:
+            return part
+        return _widened(part, self._file(name + SCALES).get_tensor(name + SCALES), index)
+
+
+def _widened(part: Tensor, scales: Tensor, index: tuple[slice | int, ...]) -> Tensor:
+    """8-bit values times the scale of their block, of which each stands for 128 × 128 elements of the whole tensor."""
+    spans = index or tuple(slice(0, size) for size in part.shape)
+    rows, columns = (
+        torch.arange(span.start, span.stop) // BLOCK for span in spans if isinstance(span, slice)
+    )
+    return part.float() * scales[rows[:, None], columns]
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -104,6 +118,8 @@ class HubWeights:
     ) -> None:
         self._files, self._places = SafetensorsFolder(folder), places
         there = self._files.shapes()
+        for name in [name for name in there if name.removesuffix(SCALES) in there and name.endswith(SCALES)]:
+            del there[name]
         if tied is not None and tied[0] in there:
             self._check_tied(*tied)
             del there[tied[0]]
@@ -132,7 +148,9 @@ class HubWeights:
 def read_place(files: SafetensorsFolder, place: Place, offsets: Shape, sizes: Shape) -> Tensor:
     """The rectangle of ours that lies at `place`."""
     part = files.read(place.name, place.index(offsets, sizes))
-    return part.t() if place.transposed else part
+    part = part.t() if place.transposed else part
+    order = place.order(offsets, sizes)
+    return part if order is None else part[order]
 
 
 def compare_shapes(

@@ -31,6 +31,9 @@ def their_tensors(
         for part in places.parts[name]:
             place, shape = places.of[part], shapes[part]
             values = read(part, (0,) * len(shape), shape)
+            order = place.order((0,) * len(shape), shape)
+            if order is not None:
+                values = torch.empty_like(values).index_copy_(0, torch.tensor(order), values)
             tensor[place.index((0,) * len(shape), shape)] = (values.t() if place.transposed else values).to(
                 dtype
             )

@@ -13,16 +13,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from triaxis.engine.advice import depths_warning
+from triaxis.engine.config import RunConfig
 from triaxis.models.batch import IGNORED, Batch, Inputs
 from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import CONFIG, model_of, read_config
 from triaxis.models.huggingface.fields import Unsupported
 from triaxis.models.huggingface.folder import export, open_weights
-from triaxis.models.huggingface.reader import ImportRefused
+from triaxis.models.huggingface.reader import ImportRefused, SafetensorsFolder
 from triaxis.models.weights import filler, whole_shapes
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.layers.declare import named_layouts
+from triaxis.parallel.layers.declare import named_layouts, states_of
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas.initialize import fill_module
 from triaxis.parallel.worlds.group import World
@@ -66,6 +68,24 @@ MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+DEEPSEEK = LLAMA | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+MSCALES = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+V2_GROUPS = GROUPS | {"topk_method": "group_limited_greedy", "rope_parameters": MSCALES}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
@@ -81,9 +101,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "sliding_window": None}),
     "qwen2-moe": ("Qwen2Moe", LLAMA | MOE | {"shared_expert_intermediate_size": 24}),
     "qwen3-moe": ("Qwen3Moe", LLAMA | MOE | {"head_dim": 16, "norm_topk_prob": True}),
+    "deepseek-v2": ("DeepseekV2", DEEPSEEK | V2_GROUPS),
+    "deepseek-v2-lite": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK | GROUPS | {"rope_parameters": MSCALES, "num_mtp_layers": 0}),
+    "kimi-k2": ("DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_mtp_layers": 0}),
     "qwen3-moe-plain": ("Qwen3Moe", LLAMA | MOE | {"head_dim": 16, "mlp_only_layers": [0]}),
 }
 FAMILY_CASES = ["llama3.2", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtral", "qwen2-moe", "qwen3-moe"]
+FAMILY_CASES += ["deepseek-v2", "deepseek-v3"]
 
 
 def make(case: str, folder: Path) -> nn.Module:
@@ -95,6 +120,9 @@ def make(case: str, folder: Path) -> nn.Module:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, 0.0, 0.2)
     model.save_pretrained(folder)
     return model.eval()  # type: ignore[no-any-return]
 
@@ -121,7 +149,10 @@ def loaded(world: World, folder: Path, *, sequence_parallel: bool = False) -> St
     model = read_model(folder)
     build = Build.on(build_mesh(world, Topology(tp=world.size)), sequence_parallel=sequence_parallel)
     stage = build_model(model, build)
-    fill_module(stage, filler(open_weights(folder, model)))
+    weights = filler(open_weights(folder, model))
+    fill_module(stage, weights)
+    for layout, state in states_of(stage):
+        weights(layout, state)
     return stage
 
 
@@ -155,7 +186,8 @@ def test_logits_loss_and_gradients_are_theirs(case: str, tmp_path: Path) -> None
     holder = tmp_path / "gradients"
     holder.mkdir()
     (holder / CONFIG).write_text((tmp_path / CONFIG).read_text())
-    save_file({n: g.contiguous() for n, g in gradients.items()}, holder / "model.safetensors")
+    biases = {n: b for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias")}
+    save_file(biases | {n: g.contiguous() for n, g in gradients.items()}, holder / "model.safetensors")
     expected = open_weights(holder, model)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     for layout, gradient in pieces(stage, gradients=True):
@@ -185,7 +217,8 @@ def test_each_rank_reads_its_own_slices(case: str, tp: int, sequence_parallel: b
 
 
 def whole(stage: Stage) -> dict[str, Tensor]:
-    return {layout.name: piece.view(layout.shape) for layout, piece in pieces(stage, gradients=False)}
+    parameters = {layout.name: piece.view(layout.shape) for layout, piece in pieces(stage, gradients=False)}
+    return parameters | {layout.name: state.clone() for layout, state in states_of(stage)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -362,7 +395,54 @@ def test_shapes_come_without_allocating(tmp_path: Path) -> None:
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == model.parameters()
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize("fault", ["a head's pairs", "the shared head's pairs", "the bias"])
+def test_a_fault_in_latent_tensors_is_seen(fault: str, tmp_path: Path) -> None:
+    theirs = make("deepseek-v3", tmp_path)
+    batch = batch_of(read_model(tmp_path))
+    logits = theirs(input_ids=batch.tokens_BL).logits
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        layer = "model.layers.1."
+        if fault == "the bias":
+            tensors[f"{layer}mlp.gate.e_score_correction_bias"].neg_()
+        elif fault == "the shared head's pairs":
+            weight = tensors[f"{layer}self_attn.kv_a_proj_with_mqa.weight"]
+            weight[12:] = weight[12:][[0, 2, 4, 1, 3, 5]]
+        else:
+            weight = tensors[f"{layer}self_attn.q_b_proj.weight"]
+            weight[8:14] = weight[8:14][[0, 2, 4, 1, 3, 5]]
+
+    edit(tmp_path, change)
+    (stage,) = run_threads(1, lambda world: loaded(world, tmp_path))
+    assert (stage.logits(None, batch).view(logits.shape) - logits).abs().max() > 1e-3
+
+
+def test_layers_for_extra_depths_are_read_over(tmp_path: Path) -> None:
+    make("deepseek-v3", tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(32, 64)}))
+    assert "model.layers.3.eh_proj.weight is not a tensor of this model" in refused(tmp_path)
+    values = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))
+    assert open_weights(tmp_path, read_model(tmp_path))
+    config = RunConfig(model_name_or_path=str(tmp_path))
+    assert "has 1 layer(s) for extra prediction depths" in str(depths_warning(config))
+
+
+def test_8_bit_blocks_are_widened(tmp_path: Path) -> None:
+    """Blocks are cut at 128 rows and columns of the whole tensor, wherever a slice begins."""
+    whole_OI = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2) + 0.5
+    save_file({"a": whole_OI, "a_scale_inv": scales}, tmp_path / "model.safetensors")
+    files = SafetensorsFolder(tmp_path)
+    expected = whole_OI.float()
+    for row in range(3):
+        for column in range(2):
+            expected[128 * row : 128 * row + 128, 128 * column : 128 * column + 128] *= scales[row, column]
+    assert torch.equal(files.read("a", ()), expected)
+    assert torch.equal(files.read("a", (slice(100, 290), slice(50, 200))), expected[100:290, 50:200])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
 def test_experts_in_one_tensor_are_read_too(case: str, tmp_path: Path) -> None:
     theirs = make(case, tmp_path / "hub")
     theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)  # type: ignore[operator]
