@@ -122,6 +122,7 @@ class RunConfig:
     on_nan: Literal["stop", "skip"] = "stop"
     spike_factor: float | None = None
     straggler_factor: float = 2.0
+    check_collectives: int = 2
     elastic: bool = False
 
 

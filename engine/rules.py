@@ -41,7 +41,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed"),
-    *("dataloader_num_workers", "show_samples"),
+    *("dataloader_num_workers", "show_samples", "check_collectives"),
 )
 _MOST = {
     **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "virtual_stages"), 1_000_000),

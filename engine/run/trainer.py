@@ -99,6 +99,7 @@ class _Run:
         self._interruption, self._watch = supervision.interruption, watch
         self._mesh = training.mesh
         self._speaks = self._mesh.world.rank == 0
+        self._checked = 0
         self._times = StepTimes(self._mesh, config.straggler_factor)
         self._directory = run_directory(config)
 
@@ -233,6 +234,8 @@ class _Run:
             decay=config.lr_scheduler_type,
         )
         mesh.clear_traffic()
+        mesh.world.check_collectives(self._checked < config.check_collectives)
+        self._checked += 1
         self._times.start()
         self._watch.at(number + 1, "reading data")
         batches = ahead.step_batches(number, counters.samples)

@@ -311,6 +311,9 @@ class World(ABC):
         found: list[int] = counts.tolist()
         return found
 
+    def check_collectives(self, on: bool) -> None:  # noqa: B027  (most worlds compare anyway)
+        """Whether members compare what they ask for before each collective; threads and the trace always do."""
+
     @abstractmethod
     def close(self) -> None:
         """Releases what the world holds."""

@@ -34,6 +34,7 @@ class ProcessWorld(World):
     def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._timeout = timeout
+        self._checks = False
         self._groups: list[ProcessGroup] = []
         self._lends_meshes = False
 
@@ -45,8 +46,14 @@ class ProcessWorld(World):
             if self.rank in part:
                 own = kind(name, part, self.rank, handle)
         assert own is not None
+        own.checked = self._checks
         self._groups.append(own)
         return own
+
+    def check_collectives(self, on: bool) -> None:
+        self._checks = on
+        for group in self._groups:
+            group.checked = on
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int]) -> DeviceMesh:
         """PyTorch's mesh of these axes, outermost first. Collective."""

@@ -102,6 +102,7 @@ ELSEWHERE = {
     "hang_timeout": "ranks/test_faults.py::test_a_rank_outside_any_communication_is_named",
     "on_nan": "ranks/test_faults.py::test_skipped_steps_are_counted_and_ten_in_a_row_end_the_run",
     "spike_factor": "ranks/test_faults.py::test_a_leap_of_the_gradient_norm_is_skipped_or_ends_the_run",
+    "check_collectives": "processes/test_headers.py::test_headers_are_exchanged_in_the_first_steps",
     "straggler_factor": "ranks/test_times.py::test_a_rank_that_is_slow_for_long_is_named",
     "resume": "ranks/test_resume.py::test_two_halves_are_the_whole",
     "elastic": "ranks/test_resume.py::test_elastic_keeps_the_global_batch",
