@@ -22,9 +22,12 @@ from triaxis.models.batch import Batch, Inputs, Output
 from triaxis.models.builder import Stage, build_model
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import states_of
+from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.pipeline.executor import PipelineExecutor
-from triaxis.parallel.pipeline.schedule import lower, make_schedule
+from triaxis.parallel.pipeline.lowering import lower
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Action, Kind, looped
 from triaxis.parallel.replicas.data_parallel import DataParallel
 from triaxis.parallel.replicas.initialize import Fill, initialize_piece
 from triaxis.parallel.replicas.zero import ZeroDataParallel
@@ -61,6 +64,7 @@ class _Chunk:
 
     def __init__(self, stage: Stage, index: int, step: TrainingStep) -> None:
         self._stage, self._index, self._step = stage, index, step
+        self._waiting: dict[int, Deferred] = {}  # by microbatch, between I and W
 
     def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
         self._step.position = "forward", self._index, microbatch
@@ -74,18 +78,35 @@ class _Chunk:
             step.auxiliary.add_(output.auxiliary)
         return output.passed_on()
 
-    def before_backward(self, microbatch: int) -> None:
-        self._step.position = "backward", self._index, microbatch
-        last = microbatch == len(self._step.batches) - 1
-        self._step.data_parallel.start_backward(self._index, last=last)
+    def before_backward(self, action: Action, *, last: bool) -> None:
+        self._begin(action)
+        if action.kind is Kind.INPUT:
+            self._step.data_parallel.start_inputs(self._index)
+        else:
+            self._step.data_parallel.start_backward(self._index, last=last)
 
-    def after_backward(self, microbatch: int) -> None:
+    def after_backward(self, action: Action) -> None:
+        if action.kind is Kind.INPUT:
+            self._waiting[action.microbatch] = self._step.data_parallel.finish_inputs(self._index)
+        else:
+            self._step.data_parallel.finish_backward(self._index)
+
+    @torch.no_grad()
+    def add_weight_gradients(self, action: Action, *, last: bool) -> None:
+        self._begin(action)
+        self._step.data_parallel.start_backward(self._index, last=last)
+        for add in self._waiting.pop(action.microbatch):
+            add()
         self._step.data_parallel.finish_backward(self._index)
+
+    def _begin(self, action: Action) -> None:
+        self._step.position = action.rule.name, self._index, action.microbatch
 
 
 def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
     """The model stages that this rank holds, one for each chunk. Collective."""
-    count = mesh.pp.size * plan.virtual_stages
+    placement = looped(mesh.pp.size, plan.virtual_stages)
+    count = len(placement.places)
     cuts = stage_layers(plan.model, count)
     build = Build.on(
         mesh,
@@ -95,7 +116,7 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
     )
     return [
         build_model(plan.model, build, layers=cuts[number], first=number == 0, last=number == count - 1)
-        for number in range(mesh.pp.rank, count, mesh.pp.size)
+        for number in placement.stages[mesh.pp.rank]
     ]
 
 
@@ -170,6 +191,7 @@ class TrainingStep:
             mesh.pp,
             lower(schedule)[mesh.pp.rank],
             [_Chunk(stage, index, self) for index, stage in enumerate(self.stages)],
+            placement=schedule.placement,
             activation_shape=(
                 tokens // (mesh.tp.size if plan.sequence_parallel else 1),
                 plan.model.hidden_size,

@@ -11,7 +11,8 @@ from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.writing import add_overwrite, write_text
 from triaxis.parallel.pipeline.check import check
 from triaxis.parallel.pipeline.draw import draw, summary, svg
-from triaxis.parallel.pipeline.schedule import ScheduleName, make_schedule
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import ScheduleName
 
 MOST_RANKS, MOST_TIME = 4096, 1000
 MOST_CELLS = 1_000_000

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
     from triaxis.parallel.layers.vocabulary import VocabParallelHead as VocabParallelHead
     from triaxis.parallel.pipeline.executor import PipelineExecutor as PipelineExecutor
+    from triaxis.parallel.pipeline.lowering import lower as lower
+    from triaxis.parallel.pipeline.orders import make_schedule as make_schedule
     from triaxis.parallel.pipeline.schedule import Schedule as Schedule
-    from triaxis.parallel.pipeline.schedule import lower as lower
-    from triaxis.parallel.pipeline.schedule import make_schedule as make_schedule
     from triaxis.parallel.places.layout import Init as Init
     from triaxis.parallel.places.layout import ParameterLayout as ParameterLayout
     from triaxis.parallel.places.layout import replicated as replicated
@@ -90,11 +90,9 @@ else:  # a name is imported when it is asked for: configurations and plans start
                 "VocabParallelEmbedding",
                 "VocabParallelHead",
             ),
-            "pipeline.schedule": (
-                "Schedule",
-                "lower",
-                "make_schedule",
-            ),
+            "pipeline.lowering": ("lower",),
+            "pipeline.orders": ("make_schedule",),
+            "pipeline.schedule": ("Schedule",),
             "pipeline.executor": ("PipelineExecutor",),
             "replicas.initialize": (
                 "fill_module",

@@ -21,6 +21,7 @@ from triaxis.models.batch import Batch
 from triaxis.parallel.kernels.attention import Documents
 from triaxis.parallel.layers.declare import named_layouts
 from triaxis.parallel.pipeline.executor import PipelineChunk
+from triaxis.parallel.pipeline.schedule import Action, Kind
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.operation import Operation
@@ -115,6 +116,15 @@ class _Again(Function):
         return ctx.chunk.imagined(ctx.shape, ctx.dtype), None, None
 
 
+KEPT_FOR = {
+    Kind.FORWARD: MemoryKind.ACTIVATIONS,
+    Kind.BACKWARD: MemoryKind.BUCKETS,
+    Kind.INPUT: MemoryKind.ACTIVATIONS,  # gradients of outputs, for the gradients of weights
+    Kind.WEIGHT: MemoryKind.BUCKETS,
+}
+"""What tensors are held for that an action made and left."""
+
+
 class TracedChunk:
     """A model stage that is run for some microbatches, and repeated for the others.
 
@@ -123,8 +133,7 @@ class TracedChunk:
 
     def __init__(self, inner: PipelineChunk, index: int, models: Sequence[int], tape: Tape) -> None:
         self._inner, self._index, self._models, self._tape = inner, index, models, tape
-        self._forwards: dict[int, Segment] = {}
-        self._backwards: dict[int, Segment] = {}
+        self._segments: dict[Action, Segment] = {}
         self._inputs: dict[int, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         self.output_shape, self.output_dtype = torch.Size(()), torch.float32
@@ -138,37 +147,49 @@ class TracedChunk:
         self._tape.meter.kind_of[self._tape.meter.adopt(tensor)] = MemoryKind.MESSAGES
         return tensor
 
+    def _again(self, action: Action) -> bool:
+        """Whether the action does as one before it did, whose segment then stands for it."""
+        model = self._models[action.microbatch]
+        if model == action.microbatch:
+            self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
+            return False
+        self._tape.repeat(str(action), self._segments[replace(action, microbatch=model)])
+        return True
+
+    def _done(self, action: Action) -> None:
+        self._segments[action] = self._tape.cut(str(action), KEPT_FOR[action.kind])
+
     def forward(self, hidden: Tensor | None, microbatch: int) -> Tensor:
-        label = f"{self._index}F{microbatch}"
-        if not self._runs(microbatch):
-            self._tape.repeat(label, self._forwards[self._models[microbatch]])
+        action = Action(kind=Kind.FORWARD, chunk=self._index, microbatch=microbatch)
+        if self._again(action):
             again: Tensor = _Again.apply(self._anchor if hidden is None else hidden, self, microbatch)  # type: ignore[no-untyped-call]
             return again
-        self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
         output = self._inner.forward(hidden, microbatch)
         self._keep_as_message(output)
-        self._forwards[microbatch] = self._tape.cut(label, MemoryKind.ACTIVATIONS)
+        self._done(action)
         self.output_shape, self.output_dtype = output.shape, output.dtype
         if hidden is not None:
             self._inputs[microbatch] = hidden
         return output
 
-    def before_backward(self, microbatch: int) -> None:
-        self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
-        if self._runs(microbatch):
-            self._inner.before_backward(microbatch)
-        else:
-            self._tape.repeat(f"{self._index}B{microbatch}", self._backwards[self._models[microbatch]])
+    def before_backward(self, action: Action, *, last: bool) -> None:
+        if not self._again(action):
+            self._inner.before_backward(action, last=last)
 
-    def after_backward(self, microbatch: int) -> None:
-        if not self._runs(microbatch):
+    def after_backward(self, action: Action) -> None:
+        if not self._runs(action.microbatch):
             self._tape.skip()  # the repeated segment tells it
             return
-        self._inner.after_backward(microbatch)
-        hidden = self._inputs.pop(microbatch, None)
+        self._inner.after_backward(action)
+        hidden = self._inputs.pop(action.microbatch, None)
         if hidden is not None and hidden.grad is not None:
             self._keep_as_message(hidden.grad)
-        self._backwards[microbatch] = self._tape.cut(f"{self._index}B{microbatch}", MemoryKind.BUCKETS)
+        self._done(action)
+
+    def add_weight_gradients(self, action: Action, *, last: bool) -> None:
+        if not self._again(action):
+            self._inner.add_weight_gradients(action, last=last)
+            self._done(action)
 
     def _keep_as_message(self, tensor: Tensor) -> None:
         self._tape.meter.keep(tensor, MemoryKind.MESSAGES)

@@ -23,7 +23,7 @@ from triaxis.launch.planner.reprice import Repriced, distinct
 from triaxis.launch.planner.search import Candidate, Plan
 from triaxis.parallel.palette import STAGES, memory_name, style_sheet
 from triaxis.parallel.pipeline.draw import summary, svg
-from triaxis.parallel.pipeline.schedule import make_schedule
+from triaxis.parallel.pipeline.orders import make_schedule
 
 TIME_NAMES = {
     "compute": "forward",

@@ -19,7 +19,8 @@ from typing import Final
 from triaxis.launch.planner.chunks import Chunk
 from triaxis.launch.planner.walk import walked_microbatches
 from triaxis.parallel.pipeline.limits import SENDS_UNDER_WAY
-from triaxis.parallel.pipeline.schedule import Kind, make_schedule
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Kind
 from triaxis.parallel.replicas.limits import REDUCTIONS_UNDER_WAY
 from triaxis.parallel.replicas.reductions import ReductionQueue
 

@@ -10,16 +10,9 @@ from functools import lru_cache
 from typing import Final
 
 from triaxis.launch.planner.lane import Seconds
-from triaxis.parallel.pipeline.schedule import (
-    Action,
-    Compute,
-    Kind,
-    Program,
-    Receive,
-    ScheduleName,
-    lower,
-    make_schedule,
-)
+from triaxis.parallel.pipeline.lowering import Compute, Program, Receive, lower
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Action, Kind, ScheduleName
 
 RANKS: Final = 8
 """Ranks that are walked of 1F1B; more of them in the middle lengthen the way through, and nothing else."""

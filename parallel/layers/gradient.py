@@ -2,15 +2,23 @@
 
 Layers call `weight_gradient` and its kin in their backward. With a `GradientSlot` the product is added to the
 bucket's buffer and nothing is returned; without one (an unwrapped module) the gradient is returned to autograd.
+
+It is the one door for gradients of weights, and so where a backward pass can be split: while a slot puts off, what
+would be added, and the word that it is complete, go to a list that is carried out later, in the same order.
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism".)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+
+Deferred = list[Callable[[], None]]
+"""What a backward pass for the gradients of inputs alone has left to do, in order."""
 
 
 class GradientSlot:
@@ -18,14 +26,33 @@ class GradientSlot:
 
     The first addition of an optimizer step (or of a microbatch, where gradients are sharded) overwrites, so
     buffers are never zeroed first. `find_buffer` returns the parameter's part of the buffer, in its shape.
+    on_complete: called when a backward pass has added all that it has; later: where additions go that are put off
     """
 
-    __slots__ = ("_find_buffer", "complete", "empty")
+    __slots__ = ("_find_buffer", "complete", "empty", "later", "on_complete")
 
     def __init__(self, find_buffer: Callable[[], Tensor]) -> None:
         self._find_buffer = find_buffer
         self.empty = True
         self.complete = False
+        self.later: Deferred | None = None
+        self.on_complete: Callable[[], None] = _nothing
+
+    def take(self, do: Callable[..., None], *given: object) -> None:
+        """Does it with what is given, now or later."""
+        if self.later is None:
+            do(*given)
+            return
+        # detached: a saved tensor would keep the whole graph that made it
+        kept = [item.detach() if isinstance(item, Tensor) else item for item in given]
+        self.later.append(partial(do, *kept))
+
+    def finish(self) -> None:
+        """The backward pass has added all that it has, now or later."""
+        self.take(self._tell)
+
+    def _tell(self) -> None:
+        self.on_complete()
 
     def add_product(self, grad_TO: Tensor, input_TI: Tensor, rows: int | None = None) -> None:
         """Adds grad_TOᵀ · input_TI to the first `rows` rows (all, if None)."""
@@ -92,6 +119,10 @@ class GradientSlot:
             self.empty = False
 
 
+def _nothing() -> None:
+    """A slot outside any bucket tells nobody."""
+
+
 class _Placed(Protocol):
     gradient_slot: GradientSlot
 
@@ -105,13 +136,26 @@ def slot_of(parameter: nn.Parameter) -> GradientSlot | None:
     return getattr(parameter, "gradient_slot", None)
 
 
+def is_put_off(weight: nn.Parameter) -> bool:
+    """Whether the weight's gradient comes later, so that what it alone needs need not be there now."""
+    slot = slot_of(weight)
+    return slot is not None and slot.later is not None
+
+
+def put_off(weight: nn.Parameter, do: Callable[..., None], *given: object) -> None:
+    """Does it later with what is given; it ends with `weight_gradient`."""
+    slot = slot_of(weight)
+    assert slot is not None
+    slot.take(do, *given)
+
+
 def weight_gradient(
     weight: nn.Parameter, grad_TO: Tensor, input_TI: Tensor, rows: int | None = None
 ) -> Tensor | None:
     """The gradient of a weight [O, I] used as input_TI · weightᵀ; only the first `rows` rows were used."""
     slot = slot_of(weight)
     if slot is not None:
-        slot.add_product(grad_TO, input_TI, rows)
+        slot.take(slot.add_product, grad_TO, input_TI, rows)
         return None
     product_OI = grad_TO.t() @ input_TI
     if rows is None or rows == weight.shape[0]:
@@ -125,7 +169,7 @@ def rows_gradient(weight: nn.Parameter, rows_T: Tensor, grad_TD: Tensor) -> Tens
     """The gradient of a weight whose rows rows_T were looked up."""
     slot = slot_of(weight)
     if slot is not None:
-        slot.add_rows(rows_T, grad_TD)
+        slot.take(slot.add_rows, rows_T, grad_TD)
         return None
     return torch.zeros_like(weight).index_add_(0, rows_T, grad_TD)
 
@@ -136,7 +180,7 @@ def grouped_weight_gradient(
     """The gradient of experts' weights [experts · O, I], of which each multiplied `counts` rows of its own."""
     slot = slot_of(weight)
     if slot is not None:
-        slot.add_grouped_products(grad_SO, input_SI, counts)
+        slot.take(slot.add_grouped_products, grad_SO, input_SI, counts)
         return None
     runs = zip(grad_SO.split(list(counts)), input_SI.split(list(counts)), strict=True)
     return torch.cat([grad_RO.t() @ input_RI for grad_RO, input_RI in runs])

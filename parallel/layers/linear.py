@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.autograd import Function
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction, start_gather
 from triaxis.parallel.layers.declare import declare
-from triaxis.parallel.layers.gradient import weight_gradient
+from triaxis.parallel.layers.gradient import is_put_off, put_off, weight_gradient
 from triaxis.parallel.places.layout import Init, ParameterLayout, replicated, slab
 from triaxis.parallel.worlds.group import Group
 from triaxis.parallel.worlds.mesh import Mesh
@@ -45,14 +46,24 @@ class _ColumnParallel(Function):
         (input_TI,) = ctx.saved_tensors
         grad_TO, weight, group = grads[0].contiguous(), ctx.weight, ctx.group
         grad_bias = grad_TO.sum(0) if ctx.needs_input_grad[2] else None
-        whole_TI, gathered = start_gather(input_TI, group) if ctx.sequence_parallel else (input_TI, None)
+        later = is_put_off(weight)
+        gathers = ctx.sequence_parallel and not later  # the product with the inputs is what needs all of them
+        whole_TI, gathered = start_gather(input_TI, group) if gathers else (input_TI, None)
         grad_TI = grad_TO @ weight
         if gathered is not None:
             gathered.wait()
         grad_input, reduced = reduction(ctx.sequence_parallel)(grad_TI, group)
-        grad_weight = weight_gradient(weight, grad_TO, whole_TI)
+        if later and ctx.sequence_parallel:
+            put_off(weight, partial(_add_gathered, weight, group), grad_TO, input_TI)
+            grad_weight = None
+        else:
+            grad_weight = weight_gradient(weight, grad_TO, whole_TI)
         reduced.wait()
         return grad_input, grad_weight, grad_bias, None, None
+
+
+def _add_gathered(weight: nn.Parameter, group: Group, grad_TO: Tensor, input_TI: Tensor) -> None:
+    weight_gradient(weight, grad_TO, gather(input_TI, group))
 
 
 class _RowParallel(Function):

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triaxis.parallel.pipeline.schedule import (
-    Action,
-    Compute,
-    Kind,
-    Program,
-    Receive,
-    Schedule,
-    ScheduleError,
-    Send,
-    lower,
-    order_grid,
-)
+from triaxis.parallel.pipeline.lowering import Compute, Hand, Program, Receive, Send, lower
+from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, order_grid
 
 
 def check(schedule: Schedule) -> None:
@@ -25,32 +15,49 @@ def check(schedule: Schedule) -> None:
 
 
 def check_orders(schedule: Schedule) -> None:
-    """Complete: every forward and backward once on each rank. Ordered: a backward after its forward."""
-    kinds = [Kind.FORWARD] if schedule.forward_only else [Kind.FORWARD, Kind.BACKWARD]
-    expected = {
-        Action(kind=kind, chunk=chunk, microbatch=microbatch)
-        for kind in kinds
-        for chunk in range(schedule.virtual_stages)
-        for microbatch in range(schedule.microbatches)
-    }
+    """Complete: every forward once, and every backward, whole or in two. Ordered: each after what it needs."""
     if len(schedule.orders) != schedule.pp:
         raise ScheduleError(
             f"`orders` must have one row for each of {schedule.pp} ranks, but has {len(schedule.orders)}"
         )
+    kinds = {Kind.FORWARD} if schedule.forward_only else set(Kind)
+    chunks, microbatches = range(schedule.virtual_stages), range(schedule.microbatches)
     for rank, order in enumerate(schedule.orders):
         done: set[Action] = set()
         for place, action in enumerate(order):
-            forward = Action(kind=Kind.FORWARD, chunk=action.chunk, microbatch=action.microbatch)
             if action in done:
                 _fail(schedule.orders, rank, place, f"{action} is computed twice")
-            if action not in expected:
+            if (
+                action.kind not in kinds
+                or action.chunk not in chunks
+                or action.microbatch not in microbatches
+            ):
                 _fail(schedule.orders, rank, place, f"{action} does not belong to the schedule")
-            if action.kind is Kind.BACKWARD and forward not in done:
-                _fail(schedule.orders, rank, place, f"{action} comes before its forward {forward}")
+            if action.rule.after is not None and action.like(action.rule.after) not in done:
+                need = action.like(action.rule.after)
+                _fail(schedule.orders, rank, place, f"{action} comes before its {need.rule.name} {need}")
+            if action.kind in _WHOLE_OR_HALF and action.like(_WHOLE_OR_HALF[action.kind]) in done:
+                other = action.like(_WHOLE_OR_HALF[action.kind])
+                _fail(schedule.orders, rank, place, f"{action} repeats what {other} has done")
             done.add(action)
-        missing = sorted(str(action) for action in expected - done)
+        missing = sorted(
+            str(action)
+            for chunk in chunks
+            for microbatch in microbatches
+            for action in _missing(chunk, microbatch, done, forward_only=schedule.forward_only)
+        )
         if missing:
             _fail(schedule.orders, rank, len(order), f"never computes {', '.join(missing)}")
+
+
+_WHOLE_OR_HALF = {Kind.BACKWARD: Kind.INPUT, Kind.INPUT: Kind.BACKWARD}
+
+
+def _missing(chunk: int, microbatch: int, done: set[Action], *, forward_only: bool) -> list[Action]:
+    forward = Action(kind=Kind.FORWARD, chunk=chunk, microbatch=microbatch)
+    halves = forward.like(Kind.INPUT) in done
+    backward = forward.like(Kind.WEIGHT if halves else Kind.BACKWARD)
+    return [action for action in ([forward] if forward_only else [forward, backward]) if action not in done]
 
 
 def check_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -88,6 +95,8 @@ class _Run:
             instruction = self.programs[rank][self.places[rank]]
             if isinstance(instruction, Compute):
                 self._compute(rank, instruction.action)
+            elif isinstance(instruction, Hand):
+                self._hand(rank, instruction)
             elif not (isinstance(instruction, Send) and self._transfer(rank, instruction)):
                 break
             self.places[rank] += 1
@@ -100,6 +109,14 @@ class _Run:
             self.received[rank].remove(action)
         if self.schedule.consumer(rank, action) is not None:
             self.made[rank].add(action)
+
+    def _hand(self, rank: int, hand: Hand) -> None:
+        if hand.action not in self.made[rank]:
+            self._fail(rank, f"{hand.action} is handed on, but not made, or handed on before")
+        if self.schedule.consumer(rank, hand.action) != (rank, hand.taker):
+            self._fail(rank, f"{hand.taker} does not use {hand.action}")
+        self.made[rank].remove(hand.action)
+        self.received[rank].add(hand.taker)
 
     def _transfer(self, rank: int, send: Send) -> bool:
         """Done if the receiver stands at the receive; the receiver moves on too."""

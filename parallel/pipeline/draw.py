@@ -6,18 +6,30 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from triaxis.parallel.palette import colour, ink_on, paler
-from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, Span, simulate
+from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule
+from triaxis.parallel.pipeline.walk import Span, by_kind, simulate
 from triaxis.parallel.places.legal_values import counted
 
-FORWARD_CODES = ("44;97", "104;30", "46;30", "106;30")  # ANSI
-BACKWARD_CODES = ("41;97", "43;30", "45;97", "103;30")
+_BACKWARD_CODES = ("41;97", "43;30", "45;97", "103;30")
+CODES = {  # ANSI, by chunk
+    Kind.FORWARD: ("44;97", "104;30", "46;30", "106;30"),
+    Kind.BACKWARD: _BACKWARD_CODES,
+    Kind.INPUT: _BACKWARD_CODES,
+    Kind.WEIGHT: ("42;30", "102;30"),
+}
+PAINTS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "inputs",
+    Kind.WEIGHT: "weights",
+}
 
 
 def bubble(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> Fraction:
     """The part of the ranks' time spent waiting; exact, for equal stages and messages that take no time."""
-    spans = simulate(schedule, forward=forward, backward=backward)
+    spans = simulate(schedule, by_kind(forward, backward))
     busy = sum(span.stop - span.start for rank_spans in spans for span in rank_spans)
-    return 1 - Fraction(busy, schedule.pp * _length(spans))
+    return 1 - Fraction(busy) / (schedule.pp * _length(spans))
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -26,7 +38,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     for order in schedule.orders:
         held = peak = 0
         for action in order:
-            held += 1 if action.kind is Kind.FORWARD else -1
+            held += action.rule.holds
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
@@ -46,7 +58,7 @@ def summary(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
 
 def draw(schedule: Schedule, *, coloured: bool = False, forward: int = 1, backward: int = 2) -> str:
     """A row per rank, a column per time unit; F3: forward of microbatch 3, 1B3: its backward in chunk 1."""
-    spans = simulate(schedule, forward=forward, backward=backward)
+    spans = simulate(schedule, by_kind(forward, backward))
     length = _length(spans)
     with_chunk = schedule.virtual_stages > 1
     width = 1 + max(len(_label(span.action, with_chunk)) for rank_spans in spans for span in rank_spans)
@@ -55,17 +67,20 @@ def draw(schedule: Schedule, *, coloured: bool = False, forward: int = 1, backwa
     for rank, rank_spans in enumerate(spans):
         line, now = f"rank {rank}".ljust(label_width) + " |", 0
         for span in rank_spans:
-            line += ("." + " " * (width - 1)) * (span.start - now)
-            cell = _label(span.action, with_chunk).ljust(width * (span.stop - span.start) - 1)
+            start, stop = int(span.start), int(span.stop)
+            if start == stop:  # weights' half of a backward of one unit
+                continue
+            line += ("." + " " * (width - 1)) * (start - now)
+            cell = _label(span.action, with_chunk).ljust(width * (stop - start) - 1)
             line += (_colour(cell, span.action) if coloured else cell) + " "
-            now = span.stop
+            now = stop
         lines.append(line + ("." + " " * (width - 1)) * (length - now) + "|")
     return "\n".join(lines)
 
 
 def svg(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
     """The same grid as a picture."""
-    spans = simulate(schedule, forward=forward, backward=backward)
+    spans = simulate(schedule, by_kind(forward, backward))
     unit, height, left = 28, 26, 64
     with_chunk = schedule.virtual_stages > 1
     width, bottom = left + unit * _length(spans) + 8, 30 + height * schedule.pp
@@ -83,7 +98,9 @@ def svg(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
             f'fill="{colour("idle")}"/>'
         )
         for span in rank_spans:
-            x, wide = left + unit * span.start, unit * (span.stop - span.start)
+            x, wide = left + unit * int(span.start), unit * int(span.stop - span.start)
+            if not wide:
+                continue
             paint = _fill(span.action, schedule.virtual_stages)
             parts.append(
                 f'<rect x="{x}" y="{top}" width="{wide - 1}" height="{height - 2}" '
@@ -95,7 +112,7 @@ def svg(schedule: Schedule, *, forward: int = 1, backward: int = 2) -> str:
 
 
 def _length(spans: Sequence[Sequence[Span]]) -> int:
-    return max(rank_spans[-1].stop for rank_spans in spans)
+    return int(max(rank_spans[-1].stop for rank_spans in spans))
 
 
 def _label(action: Action, with_chunk: bool) -> str:
@@ -104,10 +121,9 @@ def _label(action: Action, with_chunk: bool) -> str:
 
 def _fill(action: Action, chunks: int) -> str:
     """Later chunks are paler, down to half."""
-    name = "forward" if action.kind is Kind.FORWARD else "backward"
-    return paler(name, 0.5 * action.chunk / max(1, chunks - 1))
+    return paler(PAINTS[action.kind], 0.5 * action.chunk / max(1, chunks - 1))
 
 
 def _colour(cell: str, action: Action) -> str:
-    codes = FORWARD_CODES if action.kind is Kind.FORWARD else BACKWARD_CODES
+    codes = CODES[action.kind]
     return f"\033[{codes[action.chunk % len(codes)]}m{cell}\033[0m"

@@ -125,8 +125,8 @@ class Bucket:
             self.gradient_shard = self._buffer[self.start : self.stop]
         else:
             self.gradient_shard = torch.zeros(self.stop - self.start, dtype=accumulate_dtype, device=device)
-        self._slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
-        for member, slot in zip(self.members, self._slots, strict=True):
+        self.slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
+        for member, slot in zip(self.members, self.slots, strict=True):
             give_slot(member, slot)
         if self.sharding.parameters:
             self.release()
@@ -214,7 +214,7 @@ class Bucket:
     def start_microbatch(self) -> None:
         """Before a backward pass: all members' gradients are still to come."""
         self.pending = len(self.members)
-        for slot in self._slots:
+        for slot in self.slots:
             slot.complete = False
 
     def complete(self, slot: GradientSlot) -> bool:
@@ -228,7 +228,7 @@ class Bucket:
     def start_reduce(self) -> None:
         """P → R (stage 0) or P → V over the data-parallel axis, asynchronously."""
         self.pending = 0
-        for slot in self._slots:
+        for slot in self.slots:
             slot.fill_if_empty()
         whole, label = self._gradients(), self._label("gradient")
         self.finish_reduce()  # of the microbatch before: both add to the same shard
@@ -240,7 +240,7 @@ class Bucket:
         if self.sharding.gradients:
             if self.reduced_once:
                 shard = torch.empty_like(shard)  # to be added to what earlier microbatches left
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.empty = True
         work = self.group.reduce_scatter(shard, whole, label=label, bucket=self.number, asynchronous=True)
         self._reducing = (work, whole, shard)
@@ -264,7 +264,7 @@ class Bucket:
     def start_step(self) -> None:
         """Before an optimizer step's first microbatch: gradients are empty."""
         self.reduced_once = False
-        for slot in self._slots:
+        for slot in self.slots:
             slot.empty = True
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment
@@ -67,6 +68,14 @@ class DataParallel(Protocol):
     def start_backward(self, chunk: int, *, last: bool) -> None: ...
 
     def finish_backward(self, chunk: int) -> None: ...
+
+    def start_inputs(self, chunk: int) -> None:
+        """Before a backward pass for the gradients of inputs alone: those of weights are put off."""
+        ...
+
+    def finish_inputs(self, chunk: int) -> Deferred:
+        """After it: what is left to do, between `start_backward` and `finish_backward`."""
+        ...
 
     def synchronize_gradients(self) -> None: ...
 

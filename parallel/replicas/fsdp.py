@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from triaxis.parallel.layers.declare import declared, pieces
+from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment, cut_segments
@@ -155,6 +156,12 @@ class FsdpDataParallel:
 
     def finish_backward(self, chunk: int) -> None:
         """Nothing: torch's own hooks end a backward pass."""
+
+    def start_inputs(self, chunk: int) -> None:
+        raise NotImplementedError("torch's fully_shard cannot put the gradients of weights off")
+
+    def finish_inputs(self, chunk: int) -> Deferred:
+        raise NotImplementedError("torch's fully_shard cannot put the gradients of weights off")
 
     @torch.no_grad()
     def synchronize_gradients(self) -> None:

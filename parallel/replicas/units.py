@@ -14,15 +14,20 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from triaxis.parallel.layers.gradient import GradientSlot
 from triaxis.parallel.replicas.bucket import Bucket
 
 
 @dataclass(slots=True)
 class Unit:
-    """A submodule whose parameters are gathered and freed together. buckets: those whose parameters are sharded."""
+    """A submodule whose parameters are gathered and freed together. buckets: those whose parameters are sharded.
+
+    waiting: the slots of parameters that the backward pass under way is not done with
+    """
 
     module: nn.Module
     buckets: list[Bucket] = field(default_factory=list)
+    waiting: set[GradientSlot] = field(default_factory=set)
     in_backward: bool = False
 
     def gather(self, following: Unit | None) -> None:
@@ -34,6 +39,17 @@ class Unit:
                 bucket.start_gather()
         for bucket in self.buckets:
             bucket.gather()
+
+    def expect(self) -> None:
+        """A backward pass begins."""
+        self.waiting = {slot for bucket in self.buckets for slot in bucket.slots}
+
+    def done_with(self, slot: GradientSlot) -> None:
+        """Backward is done with a parameter, though its gradient may come later; after the last one all are freed."""
+        if slot in self.waiting:
+            self.waiting.remove(slot)
+            if not self.waiting:
+                self.release_after_backward()
 
     def release_after_backward(self) -> None:
         self.in_backward = False

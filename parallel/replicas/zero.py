@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from triaxis.parallel.layers.declare import Layouts, declared
-from triaxis.parallel.layers.gradient import slot_of
+from triaxis.parallel.layers.gradient import Deferred, slot_of
 from triaxis.parallel.replicas.bucket import Bucket, GradientPool
 from triaxis.parallel.replicas.cut import Member, Segment, Sharding, fill_buckets, shard_range
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
@@ -151,15 +151,20 @@ class ZeroDataParallel:
         slot = slot_of(member)
         assert slot is not None
 
+        def told() -> None:
+            if bucket.complete(slot):
+                self._bucket_ready(bucket)
+
+        slot.on_complete = told
+
         def complete(_inputs: object, _outputs: object) -> None:
             # Weights put their product into the slot themselves; autograd brings what ordinary operators made.
             if member.grad is not None:
-                slot.add(member.grad)
+                slot.take(slot.add, member.grad)
                 member.grad = None
-            if bucket.complete(slot):
-                self._bucket_ready(bucket)
-                if unit is not None and all(b.pending == 0 for b in unit.buckets):
-                    unit.release_after_backward()
+            slot.finish()
+            if unit is not None:
+                unit.done_with(slot)
 
         return complete
 
@@ -185,6 +190,8 @@ class ZeroDataParallel:
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """Before the backward pass of one microbatch through one chunk; `last`: no other follows in this step."""
         self._last = last
+        for unit in self._chunks[chunk].units:
+            unit.expect()
         for bucket in self._chunks[chunk].buckets:
             bucket.start_microbatch()
 
@@ -198,6 +205,30 @@ class ZeroDataParallel:
                 self._bucket_ready(bucket)
         for unit in self._chunks[chunk].units:
             unit.release_after_backward()
+
+    def start_inputs(self, chunk: int) -> None:
+        """Before a backward pass for the gradients of inputs alone: no gradient of a weight reaches a bucket.
+
+        A bucket counts one backward pass at a time, and in stages 2 and 3 its buffer holds one microbatch: so all that
+        concerns weights is put off, the smallest included, and buckets never see the difference.
+        """
+        later: Deferred = []
+        for unit in self._chunks[chunk].units:
+            unit.expect()
+        for bucket in self._chunks[chunk].buckets:
+            for slot in bucket.slots:
+                slot.later = later
+
+    def finish_inputs(self, chunk: int) -> Deferred:
+        """After it: what is left to do, between `start_backward` and `finish_backward`."""
+        left: Deferred = []
+        for bucket in self._chunks[chunk].buckets:
+            for slot in bucket.slots:
+                assert slot.later is not None, "`start_inputs` comes first"
+                left, slot.later = slot.later, None
+        for unit in self._chunks[chunk].units:  # gradients of weights need no weights
+            unit.release_after_backward()
+        return left
 
     @torch.no_grad()
     def synchronize_gradients(self) -> None:

@@ -22,7 +22,8 @@ import pytest
 from triaxis.launch.simulate import main
 from triaxis.launch.simulator.chrome import write_trace
 from triaxis.launch.simulator.report import write_report
-from triaxis.parallel.pipeline.schedule import make_schedule, simulate
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.walk import simulate
 from triaxis.parallel.places.topology import Topology
 
 WINDOWS = {"laptop": (1280, 800), "phone": (420, 900)}

@@ -11,7 +11,7 @@ from triaxis.launch.pages.report import TIME_NAMES
 from triaxis.launch.planner.explain import PARTS
 from triaxis.parallel.palette import COLOURS, ink_on, memory_name, paler, style_sheet
 from triaxis.parallel.pipeline.draw import svg
-from triaxis.parallel.pipeline.schedule import make_schedule
+from triaxis.parallel.pipeline.orders import make_schedule
 from triaxis.parallel.programs.program import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,19 +14,10 @@ import pytest
 from triaxis.launch import schedule as command
 from triaxis.parallel.pipeline.check import check, check_orders, check_programs
 from triaxis.parallel.pipeline.draw import bubble, draw, in_flight, svg
-from triaxis.parallel.pipeline.schedule import (
-    Action,
-    Compute,
-    Program,
-    Receive,
-    Schedule,
-    ScheduleError,
-    Send,
-    lower,
-    make_forward_schedule,
-    make_schedule,
-    simulate,
-)
+from triaxis.parallel.pipeline.lowering import Compute, Program, Receive, Send, lower
+from triaxis.parallel.pipeline.orders import make_forward_schedule, make_schedule
+from triaxis.parallel.pipeline.schedule import Action, Schedule, ScheduleError
+from triaxis.parallel.pipeline.walk import simulate
 
 RANKS = range(1, 7)
 MICROBATCHES = range(1, 18)
@@ -130,7 +121,7 @@ def test_actions_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("zigzag", 2, 2, 1), "must be one of gpipe, 1f1b, interleaved, but is 'zigzag'"),
+        (("zigzag", 2, 2, 1), "must be one of gpipe, 1f1b, interleaved, zb-h1, but is 'zigzag'"),
         (("1f1b", 2, 0, 1), "`microbatches` must be at least 1, but is 0"),
         (("1f1b", 2, 2, 2), "`virtual_stages` must be 1 with schedule 1f1b, but is 2"),
         (("interleaved", 1, 2, 2), "virtual_stages is 2 and pp is 1"),

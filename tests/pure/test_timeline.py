@@ -9,8 +9,10 @@ import pytest
 from triaxis.launch.hardware.collectives import collective_seconds
 from triaxis.launch.hardware.hardware import Hardware, Link, load_hardware
 from triaxis.launch.simulator.timeline import Disturbance, Prices, Timeline, simulate
-from triaxis.parallel.pipeline.schedule import Compute as Action
-from triaxis.parallel.pipeline.schedule import Kind, Receive, lower, make_schedule
+from triaxis.parallel.pipeline.lowering import Compute as Action
+from triaxis.parallel.pipeline.lowering import Receive, lower
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Kind
 from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
     Cluster,

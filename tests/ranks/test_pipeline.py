@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from triaxis.parallel.pipeline.executor import PipelineExecutor
-from triaxis.parallel.pipeline.schedule import lower, make_schedule
+from triaxis.parallel.pipeline.lowering import lower
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Action
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.thread import run_threads
 
@@ -58,11 +60,14 @@ class Stage:
         )
         return output
 
-    def before_backward(self, microbatch: int) -> None:
-        self.hooks.append(f"before {microbatch}")
+    def before_backward(self, action: Action, *, last: bool) -> None:
+        self.hooks.append(f"before {action.microbatch}{' (last)' * last}")
 
-    def after_backward(self, microbatch: int) -> None:
-        self.hooks.append(f"after {microbatch}")
+    def after_backward(self, action: Action) -> None:
+        self.hooks.append(f"after {action.microbatch}")
+
+    def add_weight_gradients(self, action: Action, *, last: bool) -> None:
+        raise AssertionError("no schedule here splits its backward passes")
 
 
 Gradients = dict[str, Tensor]
@@ -105,7 +110,8 @@ def reference(stages: int, microbatches: int) -> tuple[Gradients, list[Tensor]]:
 def test_gradients_and_losses_equal_one_rank(
     name: str, pp: int, virtual_stages: int, microbatches: int
 ) -> None:  # B46
-    programs = lower(make_schedule(name, pp, microbatches, virtual_stages))
+    schedule = make_schedule(name, pp, microbatches, virtual_stages)
+    programs = lower(schedule)
     stages = pp * virtual_stages
 
     def main(world: World) -> tuple[Gradients, list[Tensor], list[Tensor]]:
@@ -117,6 +123,7 @@ def test_gradients_and_losses_equal_one_rank(
             group,
             programs[group.rank],
             chunks,
+            placement=schedule.placement,
             activation_shape=[TOKENS, WIDTH],
             dtype=torch.float64,
             device=world.device,
@@ -128,6 +135,7 @@ def test_gradients_and_losses_equal_one_rank(
             order = [
                 f"{when} {microbatch}" for microbatch in range(microbatches) for when in ("before", "after")
             ]
+            order[-2] += " (last)"
             assert chunk.hooks == order
         return gradients_of(parts, mine), losses, evaluated
 
@@ -148,14 +156,15 @@ def test_gradients_and_losses_equal_one_rank(
 def test_activations_sent_are_not_kept_until_their_backward() -> None:
     """Eight microbatches under gpipe: a stage keeps a few outputs for their sends, not all eight."""
     microbatches = 8
-    programs = lower(make_schedule("gpipe", 2, microbatches))
+    schedule = make_schedule("gpipe", 2, microbatches)
+    programs = lower(schedule)
 
     def main(world: World) -> int:
         group = world.new_group("pp", [range(2)])
         stage = Stage(cut(2)[group.rank], last=group.rank == 1, microbatches=microbatches)
         PipelineExecutor(
-            group, programs[group.rank], [stage], activation_shape=[TOKENS, WIDTH], dtype=torch.float64,
-            device=world.device,
+            group, programs[group.rank], [stage], placement=schedule.placement,
+            activation_shape=[TOKENS, WIDTH], dtype=torch.float64, device=world.device,
         ).run()  # fmt: skip
         return stage.most_outputs_alive
 
@@ -176,11 +185,11 @@ class Sleeper(Stage):
         self.busy_seconds += time.perf_counter() - began
         return output
 
-    def before_backward(self, microbatch: int) -> None:
+    def before_backward(self, action: Action, *, last: bool) -> None:
         self.began = time.perf_counter()
         time.sleep(2 * self.seconds)
 
-    def after_backward(self, microbatch: int) -> None:
+    def after_backward(self, action: Action) -> None:
         self.busy_seconds += time.perf_counter() - self.began
 
 
@@ -192,7 +201,8 @@ def test_the_bubble_that_is_measured_is_the_formulas(
 ) -> None:  # B166
     """(p-1)/(v·m+p-1) for 4 ranks and 8 microbatches, within 5 points; on a busy machine the best of several."""
     pp, microbatches, seconds = 4, 8, 0.03 / virtual_stages
-    programs = lower(make_schedule(name, pp, microbatches, virtual_stages))
+    schedule = make_schedule(name, pp, microbatches, virtual_stages)
+    programs = lower(schedule)
     stages = pp * virtual_stages
 
     def main(world: World) -> float:
@@ -208,8 +218,8 @@ def test_the_bubble_that_is_measured_is_the_formulas(
             for chunk in range(virtual_stages)
         ]
         executor = PipelineExecutor(
-            group, programs[group.rank], chunks, activation_shape=[TOKENS, WIDTH], dtype=torch.float64,
-            device=world.device,
+            group, programs[group.rank], chunks, placement=schedule.placement,
+            activation_shape=[TOKENS, WIDTH], dtype=torch.float64, device=world.device,
         )  # fmt: skip
         group.barrier()
         start = time.perf_counter()
@@ -226,7 +236,8 @@ def test_the_bubble_that_is_measured_is_the_formulas(
 
 
 def test_a_tensor_of_the_wrong_shape_is_refused() -> None:
-    programs = lower(make_schedule("1f1b", 2, 1))
+    schedule = make_schedule("1f1b", 2, 1)
+    programs = lower(schedule)
 
     def main(world: World) -> None:
         group = world.new_group("pp", [range(2)])
@@ -235,6 +246,7 @@ def test_a_tensor_of_the_wrong_shape_is_refused() -> None:
             group,
             programs[group.rank],
             [stage],
+            placement=schedule.placement,
             activation_shape=[TOKENS, 4],
             dtype=torch.float64,
             device=world.device,

@@ -28,7 +28,8 @@ from triaxis.models.fields import dense_model
 from triaxis.models.parts import build_part
 from triaxis.models.presets import load_config
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.pipeline.schedule import Kind, make_schedule
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Kind
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh

@@ -29,7 +29,8 @@ from triaxis.models.config import ModelConfig
 from triaxis.models.fields import dense_model
 from triaxis.models.presets import PRESETS, load_config
 from triaxis.parallel.pipeline import schedule
-from triaxis.parallel.pipeline.schedule import ScheduleName, make_schedule
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.topology import Topology
 
 COUNT, BATCH = 100 if os.environ.get("TRIAXIS_FULL") else 20, 10

@@ -29,18 +29,10 @@ from tests.mutations import (
 from triaxis.engine.plan import StepPlan
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.engine.trace.rank import trace_rank
-from triaxis.parallel.pipeline.schedule import (
-    Action,
-    Compute,
-    Instruction,
-    Receive,
-    Schedule,
-    ScheduleError,
-    Send,
-    lower,
-    make_schedule,
-)
-from triaxis.parallel.pipeline.schedule import Program as Instructions
+from triaxis.parallel.pipeline.lowering import Compute, Instruction, Receive, Send, lower
+from triaxis.parallel.pipeline.lowering import Program as Instructions
+from triaxis.parallel.pipeline.orders import make_schedule
+from triaxis.parallel.pipeline.schedule import Action, Schedule, ScheduleError
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import Cluster, Communicate, Program, Segment, Step

@@ -1,0 +1,107 @@
+"""The schedules: GPipe, 1F1B, interleaved 1F1B and the zero-bubble schedule ZB-H1. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleName, looped
+
+
+def make_schedule(name: str, pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The named schedule; ValueError for what it cannot do."""
+    _refuse_impossible(name, pp, microbatches, virtual_stages)
+    chosen = ScheduleName(name)
+    # Interleaving is orderly in whole groups of pp microbatches. A shorter last group is filled up, and what
+    # was added is left out afterwards: no microbatch needs another, so the orders still cannot get stuck.
+    ordered = microbatches if virtual_stages == 1 else -(-microbatches // pp) * pp
+    splits = chosen is ScheduleName.ZB_H1
+    forwards = _chunk_order(Kind.FORWARD, pp, ordered, virtual_stages)
+    backwards = _chunk_order(Kind.INPUT if splits else Kind.BACKWARD, pp, ordered, virtual_stages)
+    orders = []
+    for rank in range(pp):
+        warmup = {
+            ScheduleName.GPIPE: microbatches,
+            ScheduleName.ONE_F_ONE_B: pp - rank - 1,
+            ScheduleName.INTERLEAVED: (virtual_stages - 1) * pp + 2 * (pp - rank - 1),
+            ScheduleName.ZB_H1: pp - rank - 1,
+        }[chosen]
+        order = _alternate(forwards, backwards, min(warmup, len(forwards)))
+        order = _with_weights(order, behind=rank) if splits else order
+        orders.append(tuple(action for action in order if action.microbatch < microbatches))
+    return Schedule(
+        name=chosen,
+        placement=looped(pp, virtual_stages),
+        microbatches=microbatches,
+        orders=tuple(orders),
+    )
+
+
+def make_forward_schedule(pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """Forward passes only, for evaluation."""
+    order = tuple(_chunk_order(Kind.FORWARD, pp, microbatches, virtual_stages))
+    return Schedule(
+        name="forward",
+        placement=looped(pp, virtual_stages),
+        microbatches=microbatches,
+        orders=(order,) * pp,
+        forward_only=True,
+    )
+
+
+def _refuse_impossible(name: str, pp: int, microbatches: int, virtual_stages: int) -> None:
+    names = [str(known) for known in ScheduleName]
+    if name not in names:
+        raise ValueError(f"`schedule` must be one of {', '.join(names)}, but is {name!r}")
+    for field, value in (("pp", pp), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
+        if value < 1:
+            raise ValueError(f"`{field}` must be at least 1, but is {value}")
+    if name != ScheduleName.INTERLEAVED and virtual_stages > 1:
+        raise ValueError(
+            f"`virtual_stages` must be 1 with schedule {name}, but is {virtual_stages}; "
+            f"virtual stages need schedule interleaved and pp of at least 2"
+        )
+    if name == ScheduleName.INTERLEAVED and (virtual_stages < 2 or pp < 2):
+        raise ValueError(
+            f"schedule interleaved must have virtual_stages and pp of at least 2, but virtual_stages is "
+            f"{virtual_stages} and pp is {pp}; raise them, or use schedule 1f1b"
+        )
+
+
+def _chunk_order(kind: Kind, pp: int, microbatches: int, virtual_stages: int) -> list[Action]:
+    """Groups of pp microbatches go through all chunks, group by group; the last group may be shorter."""
+    chunks = list(range(virtual_stages))
+    if kind is not Kind.FORWARD:
+        chunks.reverse()
+    return [
+        Action(kind=kind, chunk=chunk, microbatch=microbatch)
+        for start in range(0, microbatches, pp)
+        for chunk in chunks
+        for microbatch in range(start, min(start + pp, microbatches))
+    ]
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then one forward, one backward in turn, then the backwards left."""
+    order = list(forwards[:warmup])
+    steady = forwards[warmup:]
+    for forward, backward in zip(steady, backwards, strict=False):
+        order += [forward, backward]
+    return (*order, *backwards[len(steady) :])
+
+
+def _with_weights(order: Sequence[Action], behind: int) -> tuple[Action, ...]:
+    """The gradients of weights come `behind` microbatches after those of inputs.
+
+    ZB-H1 (Qi et al. 2023): rank r is r microbatches behind, so that each holds the activations of at most pp, as
+    many as the first rank does in 1F1B. The ranks that would wait longest at the end have the most left to do then.
+    """
+    waiting: deque[Action] = deque()
+    placed: list[Action] = []
+    for action in order:
+        placed.append(action)
+        if action.kind is Kind.INPUT:
+            waiting.append(action.like(Kind.WEIGHT))
+            if len(waiting) > behind:
+                placed.append(waiting.popleft())
+    return (*placed, *waiting)
