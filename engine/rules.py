@@ -246,6 +246,11 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
             f"interleaved has more"
         )
     if config.data_parallel == DataParallel.FSDP:
+        if config.schedule == ScheduleName.ZB_H1:
+            faults.append(
+                f"`data_parallel` must be zero with schedule {config.schedule}, but is fsdp: torch's fully_shard "
+                "cannot compute the gradients of weights later; use --data-parallel zero, or --schedule 1f1b"
+            )
         if config.zero not in (None, 3):
             faults.append(
                 f"`zero` must be 3 or left out with data_parallel fsdp, which always shards everything, "

@@ -299,7 +299,7 @@ def legal_layouts(limit: int) -> list[Layout]:
     for tp in (1, 2, 4, 8):
         for pp in range(1, limit // tp + 1):
             for dp in range(1, limit // (tp * pp) + 1):
-                schedules = [("gpipe", 1), ("1f1b", 1)]
+                schedules = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1)]
                 if 1 < pp <= 4:
                     schedules.append(("interleaved", 2))
                 for schedule, virtual_stages in schedules:

@@ -51,7 +51,7 @@ def draw_case(draw: random.Random, *, ranks: int = 8, microbatches: int = 5) -> 
         if 2 <= tp * pp * dp <= ranks
     ]
     tp, pp, dp = draw.choice(shapes)
-    schedule = draw.choice(["gpipe", "1f1b", "interleaved"] if pp > 1 else ["gpipe", "1f1b"])
+    schedule = draw.choice(["gpipe", "1f1b", "zb-h1", *["interleaved"] * (pp > 1)])
     virtual_stages = 2 if schedule == "interleaved" else 1
     model = with_fields(
         MODEL,

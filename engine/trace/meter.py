@@ -294,6 +294,14 @@ class Meter(TorchDispatchMode):
         if number is not None:
             self.kind_of.setdefault(number, kind)
 
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; -1 if it is not watched."""
+        return self._numbers.get(tensor.untyped_storage()._cdata, -1)
+
+    def disown(self, tensor: Tensor) -> None:
+        """The end of a tensor's storage is told by a segment that is repeated, and not when it comes."""
+        self.alive[self.number_of(tensor)] = 0
+
     def held(self) -> dict[MemoryKind, int]:
         """The bytes alive now, by what they are held for."""
         sums: dict[MemoryKind, int] = {}

@@ -106,11 +106,12 @@ class _Again(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, chunk: TracedChunk, microbatch: int) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.chunk = hidden.shape, hidden.dtype, chunk
+        ctx.shape, ctx.dtype, ctx.chunk, ctx.microbatch = hidden.shape, hidden.dtype, chunk, microbatch
         return chunk.imagined(chunk.output_shape, chunk.output_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        ctx.chunk.take_gradient(grads[0], ctx.microbatch)
         if ctx.shape == torch.Size(()):
             return None, None, None
         return ctx.chunk.imagined(ctx.shape, ctx.dtype), None, None
@@ -135,6 +136,9 @@ class TracedChunk:
         self._inner, self._index, self._models, self._tape = inner, index, models, tape
         self._segments: dict[Action, Segment] = {}
         self._inputs: dict[int, Tensor] = {}
+        self._arrived: dict[int, int] = {}
+        self._keeps: dict[int, bool] = {}
+        self._kept: dict[int, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         self.output_shape, self.output_dtype = torch.Size(()), torch.float32
 
@@ -149,6 +153,8 @@ class TracedChunk:
 
     def _again(self, action: Action) -> bool:
         """Whether the action does as one before it did, whose segment then stands for it."""
+        for number in list(self._arrived):  # whoever passed the gradient on has let go of it by now
+            self._keeps[number] = self._arrived.pop(number) in self._tape.meter.alive
         model = self._models[action.microbatch]
         if model == action.microbatch:
             self._tape.cut(PIPELINE, MemoryKind.MESSAGES)
@@ -165,6 +171,8 @@ class TracedChunk:
             again: Tensor = _Again.apply(self._anchor if hidden is None else hidden, self, microbatch)  # type: ignore[no-untyped-call]
             return again
         output = self._inner.forward(hidden, microbatch)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.note_gradient(gradient, microbatch))
         self._keep_as_message(output)
         self._done(action)
         self.output_shape, self.output_dtype = output.shape, output.dtype
@@ -181,15 +189,29 @@ class TracedChunk:
             self._tape.skip()  # the repeated segment tells it
             return
         self._inner.after_backward(action)
+        if action.kind is Kind.BACKWARD:
+            self._arrived.pop(action.microbatch, None)
         hidden = self._inputs.pop(action.microbatch, None)
         if hidden is not None and hidden.grad is not None:
             self._keep_as_message(hidden.grad)
         self._done(action)
 
     def add_weight_gradients(self, action: Action, *, last: bool) -> None:
+        microbatch = action.microbatch
         if not self._again(action):
             self._inner.add_weight_gradients(action, last=last)
             self._done(action)
+        elif microbatch in self._kept:
+            self._tape.meter.disown(self._kept.pop(microbatch))
+
+    def note_gradient(self, gradient: Tensor, microbatch: int) -> None:
+        """The gradient of a chunk's output arrives, as a message or made here."""
+        self._arrived[microbatch] = self._tape.meter.number_of(gradient)
+
+    def take_gradient(self, gradient: Tensor, microbatch: int) -> None:
+        """The same for a microbatch that is not run: kept for the gradients of weights, where its model keeps it."""
+        if self._keeps.get(self._models[microbatch], False):
+            self._kept[microbatch] = gradient
 
     def _keep_as_message(self, tensor: Tensor) -> None:
         self._tape.meter.keep(tensor, MemoryKind.MESSAGES)

@@ -16,7 +16,7 @@ from triaxis.parallel.pipeline.check import check, check_orders, check_programs
 from triaxis.parallel.pipeline.draw import bubble, draw, in_flight, svg
 from triaxis.parallel.pipeline.lowering import Compute, Program, Receive, Send, lower
 from triaxis.parallel.pipeline.orders import make_forward_schedule, make_schedule
-from triaxis.parallel.pipeline.schedule import Action, Schedule, ScheduleError
+from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, vee
 from triaxis.parallel.pipeline.walk import simulate
 
 RANKS = range(1, 7)
@@ -32,6 +32,7 @@ def grid() -> Iterator[Schedule]:
         for microbatches in MICROBATCHES:
             yield make_schedule("gpipe", pp, microbatches)
             yield make_schedule("1f1b", pp, microbatches)
+            yield make_schedule("zb-h1", pp, microbatches)
             for virtual_stages in range(2, 5) if pp > 1 else ():
                 yield make_schedule("interleaved", pp, microbatches, virtual_stages)
 
@@ -45,6 +46,11 @@ def test_the_schedules_are_the_known_ones() -> None:
     assert make_schedule("interleaved", 2, 2, 2).orders == (
         actions("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"),
         actions("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"),
+    )
+    assert make_schedule("zb-h1", 3, 4).orders == (
+        actions("0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3"),
+        actions("0F0 0F1 0I0 0F2 0I1 0W0 0F3 0I2 0W1 0I3 0W2 0W3"),
+        actions("0F0 0I0 0F1 0I1 0F2 0I2 0W0 0F3 0I3 0W1 0W2 0W3"),
     )
     assert make_schedule("1f1b", 1, 2).orders == (actions("0F0 0B0 0F1 0B1"),)
 
@@ -89,6 +95,7 @@ def test_microbatches_in_flight() -> None:
             limit = {
                 "gpipe": microbatches,
                 "1f1b": min(microbatches, pp - rank),
+                "zb-h1": min(microbatches, pp),
                 "interleaved": min(microbatches * chunks, (chunks - 1) * pp + 2 * (pp - rank - 1) + 1),
             }[schedule.name]
             whole_groups = schedule.name != "interleaved" or microbatches % pp == 0
@@ -104,11 +111,93 @@ def test_microbatches_in_flight() -> None:
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 5)])
 def test_bubble_is_the_formula(forward: int, backward: int) -> None:  # B166
     for schedule in grid():
-        if schedule.name == "interleaved" and schedule.microbatches % schedule.pp:
+        if schedule.name == "zb-h1" or (
+            schedule.name == "interleaved" and schedule.microbatches % schedule.pp
+        ):
             continue
         ends = schedule.pp - 1
         work = schedule.virtual_stages * schedule.microbatches
         assert bubble(schedule, forward=forward, backward=backward) == Fraction(ends, work + ends)
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (2, 3, 2), (10, 12, 7), (5, 9, 5)])
+def test_a_bubble_is_filled_with_gradients_of_weights(times: tuple[int, int, int]) -> None:
+    """ZB-H1's idle time is (p-1)(F+B-W) where 1F1B's is (p-1)(F+B+W), if W takes no longer than F and B.
+
+    B is the gradients of inputs alone.
+    """
+    forward, inputs, weights = times
+    durations = {
+        Kind.FORWARD: forward,
+        Kind.INPUT: inputs,
+        Kind.WEIGHT: weights,
+        Kind.BACKWARD: inputs + weights,
+    }
+    for pp in RANKS:
+        for microbatches in range(pp, 18):
+            idle = {}
+            for name in ("1f1b", "zb-h1"):
+                spans = simulate(make_schedule(name, pp, microbatches), lambda _r, _c, kind: durations[kind])
+                length = max(rank_spans[-1].stop for rank_spans in spans)
+                idle[name] = length - microbatches * sum(times)
+            assert idle["1f1b"] == (pp - 1) * (forward + inputs + weights)
+            assert idle["zb-h1"] == (pp - 1) * (forward + inputs - weights)
+
+
+def test_a_stage_may_split_what_another_does_whole() -> None:
+    """Rank 0 does its backward passes in two, rank 1 whole: messages go to what is there."""
+    split, whole = (make_schedule(name, 2, 3) for name in ("zb-h1", "1f1b"))
+    mixed = replace(split, orders=(split.orders[0], whole.orders[1]))
+    check(mixed)
+    assert mixed.consumer(1, Action.parse("0B2")) == (0, Action.parse("0I2"))
+    assert mixed.producer(0, Action.parse("0I2")) == (1, Action.parse("0B2"))
+    assert mixed.consumer(0, Action.parse("0W2")) is None
+
+
+def test_a_v_of_stages_hands_over_without_a_message_where_it_turns() -> None:
+    """Two ranks, four stages: 0 and 3 on rank 0, 1 and 2 on rank 1."""
+    orders = (
+        actions("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"),
+        actions("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"),
+    )
+    schedule = Schedule(name="v", placement=vee(2), microbatches=2, orders=orders)
+    check(schedule)
+    assert schedule.placement.places == {0: (0, 0), 1: (1, 0), 2: (1, 1), 3: (0, 1)}
+    first, second = (" ".join(map(str, program)) for program in lower(schedule))
+    assert "0F0→1F0" in second and "1B0→0B0" in second and "0→0F0" in second and "1F0→0" in second
+    assert "1→1F0" in first and "1B0→1" in first and "0F0→1" in first
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("0F0 0W0 0I0", "0W0 comes before its gradients of inputs 0I0"),
+        ("0F0 0I0 0B0", "0B0 repeats what 0I0 has done"),
+        ("0F0 0I0", "never computes 0W0"),
+        ("0I0 0F0 0W0", "0I0 comes before its forward 0F0"),
+    ],
+)
+def test_a_backward_that_is_not_split_rightly_is_shown(order: str, message: str) -> None:
+    schedule = replace(make_schedule("zb-h1", 1, 1), orders=(actions(order),))
+    with pytest.raises(ScheduleError, match=message):
+        check_orders(schedule)
+
+
+def test_messages_that_take_time_arrive_later() -> None:
+    spans = simulate(make_schedule("1f1b", 2, 1), links=lambda source, target: 10 * source + target + 0.5)
+    assert [(span.start, span.stop) for span in spans[1]] == [(2.5, 3.5), (3.5, 5.5)]
+    assert [(span.start, span.stop) for span in spans[0]] == [(0, 1), (16, 18)]
+
+
+def test_each_chunk_knows_its_last_reduction() -> None:
+    for schedule in grid():
+        for program in lower(schedule):
+            last = {
+                it.action.chunk: it for it in program if isinstance(it, Compute) and it.action.rule.reduces
+            }
+            marked = [it for it in program if isinstance(it, Compute) and it.last]
+            assert sorted(marked, key=lambda it: it.action.chunk) == [last[chunk] for chunk in sorted(last)]
+            assert len(marked) == schedule.virtual_stages
 
 
 def test_actions_read_as_they_are_written() -> None:

@@ -46,6 +46,8 @@ ROWS = [
     Layout(tp=8, zero=0, sp=True),
     Layout(pp=3, dp=2, zero=2, schedule="gpipe"),
     Layout(dp=8, zero=3),
+    Layout(tp=2, pp=4, sp=True, schedule="zb-h1"),
+    Layout(pp=3, dp=2, zero=3, recompute=True, schedule="zb-h1"),
     Layout(tp=2, pp=2, dp=2, zero=3, sp=True, recompute=True, order="pp-tp-dp"),
 ]
 

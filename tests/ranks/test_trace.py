@@ -84,6 +84,10 @@ FOUR_RANKS = [
         schedule="interleaved",
         virtual_stages=2,
     ),
+    row(pp=4, schedule="zb-h1", tied=True, microbatches=6),
+    row(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", documents=True, dtype="bf16"),
+    row(pp=2, dp=2, zero=2, schedule="zb-h1", tied=True, microbatches=5),
+    row(pp=2, dp=2, zero=3, schedule="zb-h1", recompute=Recompute.FULL, microbatches=5),
 ]
 EIGHT_RANKS = [
     row(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True, tied=True, microbatches=5),
