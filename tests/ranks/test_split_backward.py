@@ -1,0 +1,133 @@
+"""A backward pass in two halves: zb-h1 gives every gradient the bits that 1f1b gives it, whatever else is on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.agreement import LENGTH, MODEL, TIED, sequences
+from triaxis.engine.config import ConfigError, DataParallel, RunConfig
+from triaxis.engine.plan import Recompute, StepPlan
+from triaxis.engine.rules import resolve
+from triaxis.engine.step import TrainingStep, _Chunk
+from triaxis.models.config import ModelConfig
+from triaxis.models.presets import PRESETS
+from triaxis.parallel.layers.gradient import GradientSlot, give_slot, weight_gradient
+from triaxis.parallel.pipeline.schedule import Action, ScheduleName
+from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.group import World
+from triaxis.parallel.worlds.mesh import build_mesh
+from triaxis.parallel.worlds.thread import run_threads
+
+MICROBATCHES = 5
+Found = tuple[list[float], dict[str, Tensor]]
+
+
+def plan(schedule: ScheduleName, model: ModelConfig = MODEL, **fields: object) -> StepPlan:
+    chosen: dict[str, object] = {"microbatches": MICROBATCHES, "bucket_elements": 3000} | fields
+    return StepPlan(
+        model=replace(model, layers=4),
+        microbatch_size=1,
+        sequence_length=LENGTH,
+        schedule=schedule,
+        **chosen,  # type: ignore[arg-type]
+    )
+
+
+def trained(chosen: StepPlan, topology: Topology) -> list[Found]:
+    """Two steps' losses and norms, and the gradients of a third, on every rank."""
+
+    def main(world: World) -> Found:
+        mesh = build_mesh(world, topology)
+        step = TrainingStep(chosen, mesh)
+        count = chosen.microbatches
+        rows = sequences(0, count * topology.dp, chosen.model.vocab_size)
+        own = rows[mesh.dp.rank * count : (mesh.dp.rank + 1) * count]
+        results = [step.train(own, 1e-3) for _ in range(2)]
+        step.accumulate(own)
+        gradients = {
+            f"{segment.layout.name} {segment.layout.offsets}": gradient.clone()
+            for segment, gradient in step.data_parallel.gathered_gradients()
+        }
+        return [value for result in results for value in (result.loss, result.grad_norm)], gradients
+
+    return run_threads(topology.world_size, main)
+
+
+def alike(one: list[Found], other: list[Found]) -> bool:
+    return all(
+        mine[0] == yours[0]
+        and mine[1].keys() == yours[1].keys()
+        and all(torch.equal(mine[1][name], yours[1][name]) for name in mine[1])
+        for mine, yours in zip(one, other, strict=True)
+    )
+
+
+ROWS: list[tuple[Topology, dict[str, object]]] = [
+    (Topology(), {}),
+    (Topology(), {"recompute": Recompute.FULL, "model": TIED}),
+    (Topology(pp=4), {"model": TIED}),
+    (Topology(pp=2, dp=2), {"zero": 1, "microbatches": 1}),
+    (Topology(pp=4, dp=2), {"zero": 2}),
+    (Topology(pp=2, dp=2), {"zero": 3, "recompute": Recompute.FULL}),
+    (Topology(tp=2, pp=2, dp=2), {"zero": 3, "sequence_parallel": True, "model": TIED}),
+]
+
+
+@pytest.mark.parametrize(("topology", "fields"), ROWS, ids=lambda value: None)
+def test_gradients_have_the_bits_of_1f1b(topology: Topology, fields: dict[str, object]) -> None:
+    whole, halves = (
+        trained(plan(schedule, **fields), topology)  # type: ignore[arg-type]
+        for schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1)
+    )
+    assert alike(whole, halves)
+
+
+def test_gradients_of_weights_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(plan(ScheduleName.ZB_H1), Topology(pp=2))
+    carry_out = _Chunk.add_weight_gradients
+
+    def forgetful(chunk: _Chunk, action: Action, *, last: bool) -> None:
+        if action.microbatch == 1:
+            del chunk._waiting[1][0]
+        carry_out(chunk, action, last=last)
+
+    monkeypatch.setattr(_Chunk, "add_weight_gradients", forgetful)
+    assert not alike(expected, trained(plan(ScheduleName.ZB_H1), Topology(pp=2)))
+
+
+def test_what_is_put_off_is_carried_out_in_order_and_keeps_no_graph() -> None:
+    buffer, told = torch.zeros(2, 3), []
+    slot = GradientSlot(lambda: buffer)
+    slot.on_complete = lambda: told.append(buffer.clone())
+    weight = nn.Parameter(torch.ones(2, 3))
+    give_slot(weight, slot)
+    made = torch.ones(4, 3, requires_grad=True) * 2
+    slot.later = later = []
+    with torch.no_grad():
+        assert weight_gradient(weight, torch.ones(4, 2), made) is None
+        slot.take(slot.add, torch.full((2, 3), 0.5))
+        slot.finish()
+        assert not buffer.any() and not told and len(later) == 3
+        assert not any(
+            item.requires_grad
+            for do in later
+            for item in do.args
+            if isinstance(item, Tensor)  # type: ignore[attr-defined]
+        )
+        slot.later = None
+        for do in later:
+            do()
+    assert torch.equal(buffer, torch.full((2, 3), 8.5)) and torch.equal(told[0], buffer)
+
+
+def test_fully_shard_cannot_split_a_backward() -> None:
+    config = RunConfig(
+        pp=2, dp=2, schedule=ScheduleName.ZB_H1, data_parallel=DataParallel.FSDP, microbatches=4
+    )
+    with pytest.raises(ConfigError, match=r"`data_parallel` must be zero with schedule zb-h1, but is fsdp"):
+        resolve(config, 4, PRESETS["tiny"])
+    assert resolve(replace(config, data_parallel=DataParallel.ZERO), 4, PRESETS["tiny"]).virtual_stages == 1
