@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Final
 
 from triaxis.launch.planner.lane import Seconds
-from triaxis.parallel.pipeline.lowering import Compute, Program, Receive, lower
+from triaxis.parallel.pipeline.lowering import Compute, Program, Receive, Send, lower
 from triaxis.parallel.pipeline.orders import make_schedule
 from triaxis.parallel.pipeline.schedule import Action, Kind, ScheduleName
 
@@ -82,7 +82,7 @@ def _rank(number: int, program: Program, pp: int, microbatches: int) -> _Rank:
             items.append((-1, code, action))
         elif isinstance(item, Receive):
             posted[code] = computed
-        else:
+        elif isinstance(item, Send):
             items.append((item.to_rank, code + (-2 if backward else 2) * microbatches, action))
     return _Rank(items, posted)
 
