@@ -10,6 +10,8 @@ from pathlib import Path
 def vocabulary_of(path: str) -> int | None:
     """Ids are below it; None where there is no tokenizer.json that says. path: the file, or its folder."""
     file = Path(path) / "tokenizer.json" if os.path.isdir(path) else Path(path)
+    if not os.path.isfile(file):  # a pipe would be waited for
+        return None
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
         entries = whole["model"]["vocab"]
