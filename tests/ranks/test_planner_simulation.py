@@ -28,9 +28,9 @@ from triaxis.launch.simulator.timeline import Prices, simulate
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import dense_model
 from triaxis.models.presets import PRESETS, load_config
-from triaxis.parallel.pipeline import schedule
 from triaxis.parallel.pipeline.orders import make_schedule
 from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.pipeline.walk import simulate as simulate_schedule
 from triaxis.parallel.places.topology import Topology
 
 COUNT, BATCH = 100 if os.environ.get("TRIAXIS_FULL") else 20, 10
@@ -213,7 +213,7 @@ SCHEDULES += [("gpipe", 3, 4, 1), ("interleaved", 2, 6, 2), ("interleaved", 4, 1
 @pytest.mark.parametrize(("name", "pp", "count", "chunks"), SCHEDULES)
 def test_the_walk_is_the_schedule_in_time(name: str, pp: int, count: int, chunks: int) -> None:
     """With messages that take no time, a rank's last action ends when the schedule's own clock says."""
-    spans = schedule.simulate(make_schedule(name, pp, count, chunks))
+    spans = simulate_schedule(make_schedule(name, pp, count, chunks))
     seconds = (tuple((float(1 + slot % 2),) * 3 for slot in range(2 * chunks)),) * pp
     found = walk(compiled(name, pp, count, chunks), (0.0,) * pp, seconds, pp)
     assert found.ends == tuple(max(span.stop for span in of_rank) for of_rank in spans)
