@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from triaxis.launch.hardware.collectives import collective_seconds, send_seconds
 from triaxis.launch.hardware.hardware import Hardware
-from triaxis.parallel.programs.lockstep import Call, Item, Replay, rank_classes
+from triaxis.parallel.programs.lockstep import Call, Item, Lockstep, by_channel
 from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import (
     PIPELINE,
@@ -24,6 +24,7 @@ from triaxis.parallel.programs.program import (
     Segment,
     Wait,
 )
+from triaxis.parallel.programs.rank_classes import rank_classes
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -129,7 +130,7 @@ class Prices:
         return found
 
 
-class _Timed(Replay):
+class _Timed(Lockstep):
     """The run with prices; keeps what is needed to draw it and to say what its length is made of."""
 
     def __init__(self, cluster: Cluster, prices: Prices, disturbance: Disturbance) -> None:
@@ -137,9 +138,8 @@ class _Timed(Replay):
             (disturbance.slower.get(rank, 1.0), disturbance.links.get(rank, 1.0))
             for rank in range(cluster.size)
         ]
-        super().__init__(
-            cluster, rank_classes(cluster, told if disturbance.slower or disturbance.links else None)
-        )
+        classes = rank_classes(cluster, told if disturbance.slower or disturbance.links else None)
+        super().__init__(cluster, classes, by_channel)
         self.prices, self.disturbance = prices, disturbance
         self.rows = [Row(ranks[0], len(ranks)) for ranks in self.classes.members]
         self.waits: list[list[tuple[float, Call]]] = [[] for _ in self.rows]
@@ -161,9 +161,6 @@ class _Timed(Replay):
             end = state[index].clock
             if end > start and step.label != PIPELINE:
                 row.compute.append((start, end, step.label))
-
-    def queue_of(self, event: Communicate) -> str:
-        return f"{event.group} {event.peer} {event.operation}" if event.operation.is_message else event.group
 
     def seconds(self, call: Call) -> float:
         key = call.owner, call.event.group

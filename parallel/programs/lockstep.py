@@ -7,11 +7,12 @@ only what is first in its queue can happen. With a price for each communication 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from triaxis.parallel.programs.operation import OPPOSITE, Operation
-from triaxis.parallel.programs.program import Cluster, Communicate, Program, Wait
+from triaxis.parallel.programs.program import Cluster, Communicate, Wait
+from triaxis.parallel.programs.rank_classes import Classes
 
 MOST_SHOWN = 6
 
@@ -26,91 +27,6 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.obligation}: {self.message}"
-
-
-# Classes of ranks that cannot be told apart.
-
-
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """class_of[rank]; members[class], the first of which stands for all."""
-
-    class_of: tuple[int, ...]
-    members: tuple[tuple[int, ...], ...]
-
-
-def rank_classes(cluster: Cluster, apart: Sequence[object] | None = None) -> Classes:
-    """The coarsest partition in which two ranks of a class run the same program with partners of the same classes.
-
-    apart: for each rank, what else tells it from others (such as its speed)
-    """
-    numbers: dict[object, int] = {}
-
-    def number(key: object) -> int:
-        return numbers.setdefault(key, len(numbers))
-
-    talks = [number(program.talk) for program in cluster.programs]
-    uses = [_uses(program) for program in cluster.programs]
-    place_in: dict[str, list[int]] = {}
-    for name, partition in cluster.groups.items():
-        places = [0] * cluster.size
-        for members in partition:
-            for place, rank in enumerate(members):
-                places[rank] = place
-        place_in[name] = places
-    colors = [
-        number(
-            (
-                talks[cluster.program_of[rank]],
-                tuple(place_in[name][rank] for name, placed in uses[cluster.program_of[rank]] if placed),
-                None if apart is None else apart[rank],
-            )
-        )
-        for rank in range(cluster.size)
-    ]
-    count = len(set(colors))
-    while True:
-        numbers.clear()
-        seen: dict[str, list[int]] = {}
-        for name, partition in cluster.groups.items():
-            views = [0] * cluster.size
-            for members in partition:
-                by_place = tuple(colors[rank] for rank in members)
-                kinds = number(("kinds", tuple(sorted(set(by_place)))))
-                placed = number(("places", by_place))
-                for rank in members:
-                    used = dict(uses[cluster.program_of[rank]]).get(name)
-                    views[rank] = -1 if used is None else placed if used else kinds
-            seen[name] = views
-        colors = [
-            number((colors[rank], tuple(views[rank] for views in seen.values())))
-            for rank in range(cluster.size)
-        ]
-        if len(set(colors)) == count:
-            break
-        count = len(set(colors))
-    alike: dict[int, list[int]] = {}
-    for rank, color in enumerate(colors):
-        alike.setdefault(color, []).append(rank)
-    ordered = sorted(alike.values(), key=lambda ranks: ranks[0])
-    class_of = [0] * cluster.size
-    for index, ranks in enumerate(ordered):
-        for rank in ranks:
-            class_of[rank] = index
-    return Classes(tuple(class_of), tuple(tuple(ranks) for ranks in ordered))
-
-
-def _uses(program: Program) -> tuple[tuple[str, bool], ...]:
-    """The groups a program talks in, and whether places in them matter."""
-    used: dict[str, bool] = {}
-    for segment in {id(step.segment): step.segment for step in program.steps}.values():
-        for event in segment.messages:
-            if isinstance(event, Communicate):
-                used[event.group] = used.get(event.group, False) or event.peer >= 0 or bool(event.gives)
-    return tuple(sorted(used.items()))
-
-
-# The run.
 
 
 @dataclass(slots=True, eq=False)
@@ -150,11 +66,28 @@ class State:
     over: bool = False
 
 
-class Replay:
-    """All classes together, until all are through or none can go on."""
+def by_group(event: Communicate) -> str:
+    """A queue for each group."""
+    return event.group
 
-    def __init__(self, cluster: Cluster, classes: Classes) -> None:
-        self.cluster, self.classes = cluster, classes
+
+def by_channel(event: Communicate) -> str:
+    """A queue for each group, and one for each direction of each pair that exchanges messages."""
+    return f"{event.group} {event.peer} {event.operation}" if event.operation.is_message else event.group
+
+
+def in_one(_event: Communicate) -> str:
+    """One queue for all: what a device may make of its streams at worst."""
+    return ""
+
+
+class Lockstep:
+    """All classes together, until all are through or none can go on. queue_of: the queue a communication stands in"""
+
+    def __init__(
+        self, cluster: Cluster, classes: Classes, queue_of: Callable[[Communicate], str] = by_group
+    ) -> None:
+        self.cluster, self.classes, self.queue_of = cluster, classes, queue_of
         self.states = [State(iter(self.items(index))) for index in range(len(classes.members))]
         self.faults: list[Fault] = []
         self._ready = deque(range(len(self.states)))
@@ -164,10 +97,6 @@ class Replay:
     def items(self, index: int) -> Iterable[Item]:
         """What a class does: its messages, and seconds of computation if they matter."""
         return self.cluster.program(self.classes.members[index][0]).messages()
-
-    def queue_of(self, event: Communicate) -> str:
-        """The queue that a communication stands in."""
-        return event.group
 
     def seconds(self, call: Call) -> float:
         """How long a communication takes."""
@@ -351,8 +280,6 @@ class Replay:
         opposite = OPPOSITE[call.event.operation]
         place = by_place.index(call.owner)
         return self.queue_of(replace(call.event, operation=opposite, peer=place))
-
-    # What went wrong, in words.
 
     def _check_end(self) -> None:
         blocked = [index for index, state in enumerate(self.states) if not state.over]

@@ -19,11 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triaxis.parallel.programs.lockstep import MOST_SHOWN, Fault, Replay, rank_classes
+from triaxis.parallel.programs.lockstep import MOST_SHOWN, Fault, Lockstep, in_one
 from triaxis.parallel.programs.operation import Operation
 from triaxis.parallel.programs.program import Cluster, Communicate, Program
-
-__all__ = ["Fault", "Proof", "prove", "rank_classes"]
+from triaxis.parallel.programs.rank_classes import rank_classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,9 @@ def prove(cluster: Cluster) -> Proof:
     faults = [*_check_programs(cluster), *_check_sizes(cluster)]
     classes = rank_classes(cluster)
     warnings: list[Fault] = []
-    stuck = _OneQueue(cluster, classes).finish()
+    stuck = Lockstep(cluster, classes, in_one).finish()
     if stuck:
-        stuck_apart = Replay(cluster, classes).finish()
+        stuck_apart = Lockstep(cluster, classes).finish()
         if stuck_apart:
             faults += stuck_apart
         else:
@@ -61,13 +60,6 @@ def prove(cluster: Cluster) -> Proof:
         len(classes.members),
         sum(counted[number] for number in cluster.program_of),
     )
-
-
-class _OneQueue(Replay):
-    """All communication of a rank in one queue: what a device may make of its streams at worst."""
-
-    def queue_of(self, event: Communicate) -> str:
-        return ""
 
 
 # What one program can be asked by itself.
