@@ -450,7 +450,7 @@ def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_pa
     (message,) = told
     assert re.match(r"no progress for \d+ s at step 3, (reading data|training)", message)
     assert "rank 1 (dp 1, pp 0, tp 0) is at " in message
-    assert "rank 0 waits in all_reduce in group 'world' (0, 1) at engine/step.py" in message
+    assert "rank 0 waits in all_reduce (trained tokens) in group 'world' (0, 1) at engine/step.py" in message
     for number in (0, 1):
         report = (tmp_path / "hang" / f"rank-{number}.txt").read_text()
         assert report.startswith(f"rank {number} (dp {number}, pp 0, tp 0), process {os.getpid()}")
