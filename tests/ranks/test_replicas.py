@@ -138,6 +138,7 @@ class Training:
     def __init__(self, world: World, row: Row, seed: int) -> None:
         self.mesh = build_mesh(world, row.topology)
         self.net = Net(self.mesh)
+        self.stages = [self.net]
         self.data_parallel = ZeroDataParallel(
             [self.net],
             self.mesh,
