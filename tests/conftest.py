@@ -7,11 +7,14 @@ import random
 
 import pytest
 
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # as `train` does: before a conftest of a ring imports torch
+
 
 def pytest_configure() -> None:
     """Chooses the seed of the sampled layouts before workers are started, so that all draw the same sample."""
     os.environ.setdefault("TRIAXIS_SAMPLE_SEED", str(random.SystemRandom().randrange(10**6)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `train` sets it before torch is there
 
 
 def pytest_report_header() -> str:

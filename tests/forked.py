@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.patience import NEVER_SECONDS, PATIENCE_SECONDS
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.process import open_process_world
 
@@ -29,7 +31,7 @@ def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list
                 rank=rank,
                 size=size,
                 local_rank=rank,
-                timeout_seconds=20,
+                timeout_seconds=NEVER_SECONDS,
                 init_method=f"file://{folder}/store",
                 device="cpu",
             )
@@ -47,14 +49,16 @@ def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list
     for _, writer in pipes:
         writer.close()
     results: list[Any] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
     for reader, _ in pipes:
+        left = max(0.0, deadline - time.monotonic())
         try:
             results.append(
-                pickle.loads(reader.recv_bytes()) if reader.poll(40) else "TimeoutError: no result"
+                pickle.loads(reader.recv_bytes()) if reader.poll(left) else "TimeoutError: no result"
             )
         except EOFError:
             results.append(None)
     for process in processes:
-        process.join(10)
+        process.join(max(1.0, deadline - time.monotonic()))
         process.kill()
     return results

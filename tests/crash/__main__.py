@@ -108,9 +108,9 @@ def one_life(draw: random.Random, flags: dict[str, Any], output: Path, log: Path
         if ranks.running() and (everyone or not ranks.codes):
             ranks.send(signal.SIGKILL, *(() if everyone else (victim,)))
         started = time.monotonic()
-        if None in ranks.wait(LAUNCHER_NOTICES_SECONDS):
+        if None in ranks.wait(seconds=LAUNCHER_NOTICES_SECONDS):
             ranks.send(signal.SIGTERM)
-        codes = ranks.wait(ENDS_WITHIN_SECONDS)
+        codes = ranks.wait(seconds=ENDS_WITHIN_SECONDS)
         took_seconds = time.monotonic() - started
     assert None not in codes and took_seconds < ENDS_WITHIN_SECONDS, (
         f"killed {place}: {codes} after {took_seconds:.0f} s, a rank did not end:\n{log.read_text()}"
@@ -129,7 +129,7 @@ def crash(folder: Path, *, kills: int, seed: int, show: Callable[[str], None] = 
     straight, killed = folder / "straight", folder / "killed"
     straight.mkdir()
     with Ranks(SIZE, arguments({**flags, "output_dir": str(straight)}), folder / "straight.log") as ranks:
-        assert ranks.wait(300) == [0] * SIZE, ranks.said()
+        assert ranks.wait() == [0] * SIZE, ranks.said()
     found: Counter[str] = Counter()
     log = folder / "killed.log"
     while found.total() < kills:
@@ -143,7 +143,7 @@ def crash(folder: Path, *, kills: int, seed: int, show: Callable[[str], None] = 
         show(f"kill {found.total()} of {kills}: {place}, at step {done_steps(killed)} of {flags['steps']}")
     given = arguments({**flags, "output_dir": str(killed)})
     with Ranks(SIZE, [*given, "--resume", "auto"], log) as ranks:
-        assert ranks.wait(300) == [0] * SIZE, ranks.said()
+        assert ranks.wait() == [0] * SIZE, ranks.said()
     assert rows(killed) == rows(straight), f"metrics differ: {killed} and {straight}"
     assert last_state(killed) == last_state(straight), f"weights or moments differ: {killed} and {straight}"
     return found

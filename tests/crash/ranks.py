@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401  (which torch's optimizers import in the first step)
+
 import triaxis.launch.ranks  # noqa: F401  (imports torch once, before the forks)
+from tests.patience import PATIENCE_SECONDS
 from triaxis.launch.train import command
 
 
@@ -83,7 +86,7 @@ class Ranks:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return len(self.codes) < len(self.pids)
 
-    def wait(self, seconds: float, *ranks: int) -> list[int | None]:
+    def wait(self, *ranks: int, seconds: float = PATIENCE_SECONDS) -> list[int | None]:
         """The exit codes, of `ranks` or all, in order; None where a rank still runs after so long."""
         asked = ranks or range(len(self.pids))
         deadline = time.monotonic() + seconds
@@ -102,7 +105,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         if self.running():
             self.send(signal.SIGKILL)
-            self.wait(10)
+            self.wait()
 
 
 def arguments(flags: dict[str, object]) -> list[str]:
@@ -124,7 +127,7 @@ def done_steps(output: Path) -> int:
         return 0
 
 
-def wait_for_steps(ranks: Ranks, output: Path, steps: int, seconds: float = 60) -> None:
+def wait_for_steps(ranks: Ranks, output: Path, steps: int, seconds: float = PATIENCE_SECONDS) -> None:
     """Returns once so many are done, or the run is over. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while done_steps(output) < steps and ranks.running():

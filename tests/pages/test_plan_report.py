@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from triaxis.launch.hardware.hardware import load_hardware
 from triaxis.launch.pages.report import memory_bars, nodes, pipeline, time_bars
 from triaxis.launch.pages.report_plot import plot
@@ -145,7 +146,7 @@ def test_it_shows_in_a_browser(page: Path, plan: Plan, size: str, tmp_path: Path
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=True,
     )
     found = dict(re.findall(r'data-(overflow|line|bars|plot)="([^"]*)"', done.stdout.split("<head>")[0]))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 
 EXAMPLE = re.compile(r"<!-- example:? ?(.*?) ?-->\n```python\n(.*?)```", re.DOTALL)
@@ -41,7 +43,9 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     command = [sys.executable]
     if kind == "torchrun":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", what]
-    done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -77,5 +81,7 @@ def test_configurations_are_public_without_torch() -> None:
         "from triaxis.engine import RunConfig, StepPlan, resolve; import triaxis.launch; "
         "preset('tiny'); assert 'torch' not in sys.modules, 'torch'"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from benchmarks import run  # noqa: E402
 from benchmarks.cases import LAYOUTS, SIZES, Case, Layout, parse_layout  # noqa: E402
 from benchmarks.report import QUANTITIES, Rounds, case_report, case_table, draw, ratios  # noqa: E402
 from benchmarks.stacks import STACKS, Measurement, Stack  # noqa: E402
+from tests.patience import PATIENCE_SECONDS  # noqa: E402
 
 CASE = Case(size=SIZES[256], layout=Layout(tp=2, dp=2), steps=4)
 BY_NAME = {stack.name: stack for stack in STACKS}
@@ -104,7 +105,7 @@ def test_ours_runs(tmp_path: Path) -> None:
         str(ROOT / "benchmarks/ours.py"),
     ]
     answer = tmp_path / "answer.json"
-    subprocess.run([*command, *arguments, "--json", str(answer)], check=True, timeout=120)
+    subprocess.run([*command, *arguments, "--json", str(answer)], check=True, timeout=PATIENCE_SECONDS)
     found = BY_NAME["ours"].read(answer)
     assert found.cpu_seconds > 0
     assert 5 < found.first_loss < 7

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import PATIENCE_SECONDS
 from triaxis.launch.doctor import main
 from triaxis.launch.hardware.collectives import collective_seconds
 from triaxis.launch.hardware.hardware import Link, load_hardware
@@ -97,7 +98,7 @@ def test_two_ranks_measure_and_the_planner_takes_the_file(tmp_path: Path) -> Non
     path = tmp_path / "hardware.toml"
     command = [sys.executable, "-m", "triaxis.launch.doctor", "--ranks", "2", "--seconds", "1", "--json"]
     done = subprocess.run(
-        [*command, "--out", str(path)], capture_output=True, text=True, timeout=115, check=False
+        [*command, "--out", str(path)], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

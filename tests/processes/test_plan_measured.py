@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from tests.forked import run_processes
+from tests.patience import PATIENCE_SECONDS
 from triaxis.engine.config import RunConfig
 from triaxis.engine.plan import step_plan
 from triaxis.engine.rules import resolve
@@ -226,7 +227,7 @@ def trained_peaks(ranks: int, flags: dict[str, object], folder: Path) -> list[fl
         )
         for rank in range(ranks)
     ]
-    said = [process.communicate(timeout=300)[1] for process in started]
+    said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in started]
     assert not any(process.returncode for process in started), said
     peaks = [float(json.loads((folder / f"peak{rank}").read_text())) for rank in range(ranks)]
     rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()

@@ -5,13 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.forked import run_processes
+from tests.patience import PATIENCE_SECONDS
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.failure import RankError
 from triaxis.parallel.worlds.group import World
@@ -98,23 +98,21 @@ def test_all_members_get_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_is_told_to_the_others(tmp_path: Path) -> None:  # B91
-    def main(world: World) -> tuple[float, str]:
+    def main(world: World) -> str:
         group = world.new_group("all", [range(world.size)])
         group.barrier()
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        started = time.monotonic()
         try:
             while True:
                 group.all_reduce(torch.ones(8))
         except RankError as error:
-            return time.monotonic() - started, str(error)
+            return str(error)
 
     results = run_processes(3, tmp_path, main)
     assert results[1] is None
     for rank in (0, 2):
-        seconds, text = results[rank]
-        assert seconds < 10
+        text = results[rank]
         assert f"rank {rank}: all_reduce in group 'all' (0, 1, 2) of (8,) float32" in text
         assert "test_process_world.py:" in text
         assert "\n" not in text
@@ -169,7 +167,7 @@ def test_an_unreachable_master_is_one_clear_error() -> None:
 def test_no_thread_of_gloo_outlives_a_run(data_parallel: str) -> None:
     """One that did would now and then abort a process that had done all its work."""
     command = [sys.executable, "-m", "tests.ending", data_parallel]
-    ran = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True)
+    ran = subprocess.run(command, check=True, timeout=PATIENCE_SECONDS, capture_output=True, text=True)
     opened, ended = ran.stdout.splitlines()
     assert "pt_gloo_runloop" in opened
     assert ended.strip() == "ended:"

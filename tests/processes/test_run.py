@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.ranks import arguments, done_steps
+from tests.patience import PATIENCE_SECONDS
 from tests.runs import prepare
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.launch.run import _ended, main
@@ -26,7 +27,7 @@ def start(folder: Path, **flags: object) -> subprocess.Popen[str]:
 
 def test_a_run_that_fails_has_the_last_word(tmp_path: Path) -> None:
     with start(tmp_path, learning_rate=1e30, steps=50) as run:
-        said = run.communicate(timeout=100)[1].splitlines()
+        said = run.communicate(timeout=PATIENCE_SECONDS)[1].splitlines()
         assert run.returncode == 1
     assert (
         "nan" in said[-1]
@@ -40,11 +41,11 @@ def test_a_run_that_fails_has_the_last_word(tmp_path: Path) -> None:
 
 def test_a_signal_to_the_launcher_saves_and_asks_for_another_start(tmp_path: Path) -> None:
     with start(tmp_path, steps=10**6, save_steps=10**5) as run:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while done_steps(tmp_path / "out") < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         run.send_signal(signal.SIGTERM)
-        said = run.communicate(timeout=60)[1]
+        said = run.communicate(timeout=PATIENCE_SECONDS)[1]
         assert run.returncode == 75, said
     assert said.splitlines()[-1].startswith("SIGTERM: saved step ")
     assert len(complete_checkpoints(tmp_path / "out")) == 1

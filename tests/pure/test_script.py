@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.patience import NEVER_SECONDS, PATIENCE_SECONDS
 from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.jobs.artefacts import (
@@ -111,7 +112,7 @@ def test_one_torchrun_a_node_and_one_place_to_meet(slurm: dict[str, str], tmp_pa
         env=slurm,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -140,7 +141,7 @@ def test_a_failure_starts_again_at_another_meeting_place_then_ends(
         env=slurm,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 1
@@ -159,17 +160,17 @@ def test_before_the_time_limit_ranks_save_and_the_job_is_requeued(
             "log = pathlib.Path(os.environ['LOG'])",
             "signal.signal(signal.SIGUSR1, lambda *_: (log / f'saved-{os.getpid()}').touch() or sys.exit(75))",
             "(log / f'up-{os.getpid()}').touch()",
-            "time.sleep(15)",
+            f"time.sleep({NEVER_SECONDS})",
         )
     )
     rank = f"exec {sys.executable} -c {shlex.quote(program)}"
     held = subprocess.Popen(script(tmp_path, slurm_script(JOB), rank), env=slurm)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while len(list(tmp_path.glob("up-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     held.send_signal(signal.SIGUSR1)
     try:
-        assert held.wait(timeout=15) == 0
+        assert held.wait(timeout=PATIENCE_SECONDS) == 0
     finally:
         held.kill()
     assert len(list(tmp_path.glob("saved-*"))) == 2
@@ -186,7 +187,7 @@ def test_eight_tasks_a_node_are_refused_by_the_script_itself(
         env={**slurm, "SLURM_NTASKS_PER_NODE": "8"},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 2
@@ -209,7 +210,7 @@ def test_the_slurm_script_trains_over_two_nodes(slurm: dict[str, str], tmp_path:
         env={**slurm, "PATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

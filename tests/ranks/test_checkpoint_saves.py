@@ -18,6 +18,7 @@ import pytest
 
 from tests.agreement import MODEL, Layout
 from tests.checkpointing import LAYOUT, load_newest, on_ranks, open_step, save_steps, state_at, train
+from tests.patience import PATIENCE_SECONDS
 from triaxis.engine.checkpoint import storage
 from triaxis.engine.checkpoint.assignment import StatePlanner
 from triaxis.engine.checkpoint.folder import (
@@ -174,7 +175,7 @@ def test_an_asynchronous_save_holds_the_values_of_its_step(
     written = storage.ShardWriter.write_data
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:  # noqa: ANN401
-        may_write.wait(20)
+        may_write.wait(PATIENCE_SECONDS)
         return written(self, plan, planner)
 
     monkeypatch.setattr(storage.ShardWriter, "write_data", write_data)
@@ -207,7 +208,10 @@ def test_an_asynchronous_save_holds_the_values_of_its_step(
 def test_a_rank_without_a_share_stages_nothing() -> None:
     planner = StatePlanner()
     planner.set_up_planner({})
-    planner.stage(planner.create_local_plan())
+    plan = planner.create_local_plan()
+    assert plan.items == []
+    planner.stage(plan)
+    assert planner._copies == {}
 
 
 def test_a_failed_asynchronous_save_is_told_by_its_step_and_the_next_one_is_made(

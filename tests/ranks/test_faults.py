@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.agreement import LEARNING_RATE, MODEL, Layout, held_weights, plan_of, sequences
+from tests.patience import NEVER_SECONDS, PATIENCE_SECONDS
 from tests.runs import prepare, rows, run
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.engine.checkpoint.manifest import SaveError
@@ -31,6 +32,7 @@ from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.presence import Presence, clear_presence, dead_ranks
 from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
+from triaxis.engine.faults.watchdog import Watchdog
 from triaxis.engine.rules import resolve
 from triaxis.engine.run.metrics import MetricsWriter, read_metrics
 from triaxis.engine.run.trainer import train
@@ -400,7 +402,7 @@ def test_a_dead_rank_is_told_from_one_that_lives_or_left(tmp_path: Path) -> None
                 time.sleep(0.1)
                 presence.close()
             else:
-                time.sleep(60)
+                time.sleep(NEVER_SECONDS)
             os._exit(0)
         pids.append(pid)
     assert len(os.read(reader, 1) + os.read(reader, 1)) == 2
@@ -423,17 +425,25 @@ def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_pa
     over = threading.Event()
     config = RunConfig(
         simulate=True,
-        **{**flags, "dp": 2, "hang_timeout": 2.0, "output_dir": str(tmp_path)},
+        **{**flags, "dp": 2, "hang_timeout": 5.0, "output_dir": str(tmp_path)},
         dataloader_num_workers=0,
     )
     resolved = resolve(config, 2)
-    batches = Loader.step_batches
+    batches, still_seconds = Loader.step_batches, Watchdog._still_seconds
+    at_step: set[int] = set()
 
     def sleeps(self: Loader, step: int, **named: Any) -> Any:
+        at_step.update({self.data_rank} if step == 2 else ())
         if step == 2 and self.data_rank == 1:
-            over.wait(30)
+            over.wait(PATIENCE_SECONDS)
             raise KeyError("asleep")
         return batches(self, step, **named)
+
+    def still_where_it_matters(
+        self: Watchdog,
+    ) -> float:  # the steps before may be slow, where the machine is busy
+        seconds = still_seconds(self)
+        return seconds if len(at_step) == 2 else 0.0
 
     def end(message: str | None) -> None:
         if message is not None:
@@ -445,6 +455,7 @@ def test_a_rank_outside_any_communication_is_named(flags: dict[str, Any], tmp_pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loader, "step_batches", sleeps)
+        patch.setattr(Watchdog, "_still_seconds", still_where_it_matters)
         with pytest.raises((KeyError, RankError)):
             run_threads(2, rank)
     (message,) = told

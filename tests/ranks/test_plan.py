@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+from tests.yardstick import yardsticks
 from triaxis.engine.config import ConfigError
 from triaxis.engine.plan import Precision, Recompute
 from triaxis.engine.rules import resolve
@@ -85,7 +86,7 @@ def table() -> dict[str, dict[str, Any]]:
         [sys.executable, "-m", "triaxis.launch.plan", "--table", "--json"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
         check=True,
     )
     return {row["model"]: row for row in json.loads(done.stdout)["rows"]}
@@ -232,24 +233,26 @@ def test_every_command_starts_what_was_priced(
 @pytest.mark.parametrize(
     ("model", "gpus", "global_batch", "limit"),
     [
-        ("llama2-70b", 64, 1024, 5.0),
-        pytest.param("llama3-405b", 16384, 2048, 60.0, marks=pytest.mark.full),
+        ("llama2-70b", 64, 1024, 40),
+        pytest.param("llama3-405b", 16384, 2048, 480, marks=pytest.mark.full),
     ],
 )
 def test_a_search_is_quick(model: str, gpus: int, global_batch: int, limit: float) -> None:
-    start = time.process_time()
-    plan = search(request(model, gpus, global_batch=global_batch))
-    assert plan.best is not None and plan.best.layout.gpus == gpus
-    assert time.process_time() - start < limit
+    """Some 5 seconds on a machine of 2024, a minute for 16,384 GPUs."""
+    plans = []
+    spent = yardsticks(lambda: plans.append(search(request(model, gpus, global_batch=global_batch))))
+    assert plans[0].best is not None and plans[0].best.layout.gpus == gpus
+    assert spent < limit
 
 
 def test_starting_takes_less_than_a_second_and_no_torch() -> None:
     program = (
-        "import sys, time\nfrom triaxis.launch.plan import main\nfrom triaxis.launch import script\n"
+        "import sys\nfrom triaxis.launch.plan import main\nfrom triaxis.launch import script\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and time.process_time() < 1, time.process_time()"
+        "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    command = [sys.executable, "-c", program]
+    assert yardsticks(lambda: subprocess.run(command, check=True, capture_output=True)) < 7
 
 
 def test_no_legal_layout_says_why() -> None:

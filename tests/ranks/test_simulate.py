@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.yardstick import yardsticks
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.simulate import main
 from triaxis.launch.simulator.memory import CachingAllocator, memory_use, reserved_bytes
@@ -113,24 +114,23 @@ LARGE = {
 }
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("name", "cpu_seconds"), [("671B on 256", 15), pytest.param("405B on 16,384", 90, marks=pytest.mark.full)]
+    ("name", "limit"), [("671B on 256", 120), pytest.param("405B on 16,384", 720, marks=pytest.mark.full)]
 )
-def test_a_large_cluster_is_traced_proved_and_priced_in_time(name: str, cpu_seconds: float) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = run(
-        *LARGE[name].split(), *["--sp", "--dtype", "bf16", "--per-device-train-batch-size", "1", "--json"]
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def test_a_large_cluster_is_traced_proved_and_priced_in_time(name: str, limit: float) -> None:
+    """Some 15 and 90 seconds of CPU on a machine of 2024, and less than 4 GiB."""
+    given = [*LARGE[name].split(), "--sp", "--dtype", "bf16", "--per-device-train-batch-size", "1", "--json"]
+    runs = []
+    spent = yardsticks(lambda: runs.append(run(*given)))
+    (found,) = runs
     values = json.loads(found.stdout)
     assert found.returncode == (0 if values["memory"]["fits"] else 1), found.stderr
     assert values["proof"]["holds"]
     assert not values["proof"]["warnings"]
     assert values["proof"]["ranks"] == values["topology"]["world_size"]
-    assert spent <= cpu_seconds, f"{spent:.1f} s of CPU"
-    assert after.ru_maxrss / 1024 < 4096, f"{after.ru_maxrss / 1024:.0f} MiB"
+    assert spent <= limit
+    most_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    assert most_mib < 4096
 
 
 def test_parameters_and_flops_are_the_published_ones() -> None:
