@@ -13,9 +13,7 @@ The layer told is the second one: what comes before it and after it is a layer t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from torch import nn
 
@@ -23,6 +21,7 @@ from triaxis.engine.plan import StepPlan
 from triaxis.engine.step import TrainingStep
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import imagined_batches, record_step
+from triaxis.engine.trace.slices import Whole, cut, pieces_of
 from triaxis.models.config import ModelConfig
 from triaxis.models.kinds import Kind
 from triaxis.parallel.layers.declare import layouts_of
@@ -34,7 +33,6 @@ from triaxis.parallel.programs.program import (
     Communicate,
     Compute,
     Event,
-    MemoryCurve,
     MemoryKind,
     Program,
     Segment,
@@ -151,7 +149,7 @@ def trace_parts(plan: StepPlan, tp: int, known: Known, *, further: bool = False)
     forward, offset = _step(program, f"0F{last}")
     starts = [mark - offset for mark in marks if offset <= mark <= offset + len(forward.events)]
     backward, _ = _step(program, f"0B{last}")
-    return _assembled(plan, program, step, _cut(forward, starts), backward)
+    return _assembled(plan, program, step, cut(forward, starts), pieces_of(backward))
 
 
 def trace_update(plan: StepPlan, known: Known, *, bucket_elements: int, microbatches: int) -> Updates:
@@ -236,114 +234,58 @@ def _step(program: Program, label: str) -> tuple[Segment, int]:
     raise ValueError(f"the program has no step {label}")
 
 
-def _cut(segment: Segment, starts: Sequence[int]) -> list[Segment]:
-    """The segment in pieces that begin at the events `starts`; the first one is what comes before them."""
-    bounds = [0, *starts, len(segment.events)]
-    return [
-        _slice(segment, start, stop, first=start == 0, last=number == len(starts))
-        for number, (start, stop) in enumerate(pairwise(bounds))
-    ]
-
-
-def _slice(segment: Segment, start: int, stop: int, *, first: bool, last: bool, skip: int = 0) -> Segment:
-    """Events [start, stop) without the first `skip`; a change of memory on a border is the earlier piece's."""
-    memory = segment.memory
-    chosen = [
-        place
-        for place, event in enumerate(memory.places)
-        if (event > start or first) and (event <= stop or last)
-    ]
-    return Segment(
-        segment.events[start + skip : stop],
-        MemoryCurve(
-            tuple(max(0, memory.places[place] - start - skip) for place in chosen),
-            tuple(memory.kinds[place] for place in chosen),
-            tuple(memory.deltas[place] for place in chosen),
-        ),
-    )
-
-
-def _is_reduction(event: Event) -> bool:
-    return isinstance(event, Communicate) and event.gradient >= 0
-
-
-def _backward_pieces(backward: Segment) -> list[tuple[Segment, int]]:
-    """The pieces of a backward pass, each with the bucket that is whole at its end (-1: none)."""
-    marks = [place for place, event in enumerate(backward.events) if _is_reduction(event)]
-    found: list[tuple[Segment, int]] = []
-    start = 0
-    for mark in marks:
-        event = backward.events[mark]
-        assert isinstance(event, Communicate)
-        piece = _slice(backward, start, mark, first=start == 0, last=False, skip=1 if start else 0)
-        found.append((piece, event.gradient))
-        start = mark
-    rest = _slice(backward, start, len(backward.events), first=start == 0, last=True, skip=1 if start else 0)
-    return [*found, (rest, -1)]
+def _owners(step: TrainingStep) -> dict[int, list[int]]:
+    """The units that use each parameter, by its id: 0 is the embedding, then come the layers, then the head."""
+    (stage,) = step.stages
+    owners: dict[int, list[int]] = {}
+    for number, module in enumerate([stage.embedding, *stage.blocks, stage.head]):
+        assert module is not None
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), []).append(number)
+    return owners
 
 
 def _assembled(
-    plan: StepPlan, program: Program, step: TrainingStep, forward: list[Segment], backward: Segment
+    plan: StepPlan, program: Program, step: TrainingStep, forward: list[Segment], backward: list[Whole]
 ) -> Parts:
-    """forward: what comes before the embedding, the embedding, each layer, and the head."""
+    """forward: what comes before the embedding, the embedding, each layer, and the head; backward: see `pieces_of`."""
     data_parallel = step.data_parallel
     assert isinstance(data_parallel, ZeroDataParallel)
-    (stage,) = step.stages
-    blocks = list(stage.blocks)
-    unit_of: dict[int, int] = {}  # 0: the embedding; then the layers; then the head
-    uses: dict[int, int] = {}
-    for number, module in enumerate([stage.embedding, *blocks, stage.head]):
-        assert module is not None
-        for parameter in module.parameters():
-            unit_of[id(parameter)] = number
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    units = len(blocks) + 2
-    own: list[list[Parameter]] = [[] for _ in range(units)]
-    root: list[list[Parameter]] = [[] for _ in range(units)]
-    pieces: list[list[tuple[Segment, tuple[int, bool] | None]]] = [[] for _ in range(units)]
-    places: dict[int, tuple[int, bool, int]] = {}
-    order = _backward_pieces(backward)
-    under_way = units - 1
-    for _, bucket in order:  # a unit's backward pass ends with its last gradient
-        if bucket < 0:
-            continue
-        (member,) = data_parallel.buckets[bucket].members
-        alone = uses.get(id(member), 0) == 1
-        under_way = unit_of[id(member)] if alone else (under_way if under_way == units - 1 else 0)
-        places[bucket] = under_way, alone, 0
-    for number, held in enumerate(data_parallel.buckets):  # in the order in which buckets are filled
-        unit, alone, _ = places[number]
-        members = own[unit] if alone else root[unit]
-        places[number] = unit, alone, len(members)
-        (member,) = held.members
-        members.append(_parameter(member, step.mesh, shared=uses.get(id(member), 0) > 1))
-    for segment, bucket in order:
-        if bucket < 0:
-            pieces[0].append((segment, None))
-            continue
-        unit, alone, place = places[bucket]
-        pieces[unit].append((segment, (place, alone)))
+    owners = _owners(step)
+    parameters = [bucket.members[0] for bucket in data_parallel.buckets]
+    used = [owners.get(id(parameter), []) for parameter in parameters]
+    last = len(forward) - 2  # the head's number
+    whole_in: dict[int, int] = {}  # by bucket, the unit in whose backward pass its gradient is whole
+    under_way = last
+    for _, bucket in backward:  # what no unit has alone is whole in the head, or after all layers
+        if bucket >= 0:
+            alone = len(used[bucket]) == 1
+            under_way = used[bucket][0] if alone else last if under_way == last else 0
+            whole_in[bucket] = under_way
 
     def part(unit: int) -> Part:
+        buckets = [number for number in range(len(parameters)) if whole_in[number] == unit]
+        own = [number for number in buckets if len(used[number]) == 1]
+        root = [number for number in buckets if len(used[number]) != 1]
+        all_of = [*own, *root]
+        places = {number: place for place, number in enumerate(all_of)}
+        made = [_parameter(parameters[one], step.mesh, shared=len(used[one]) > 1) for one in all_of]
         return Part(
             forward=forward[unit + 1],
             backward=tuple(
-                Piece(
-                    segment=segment,
-                    completes=() if told is None else (told[0] if told[1] else len(own[unit]) + told[0],),
-                )
-                for segment, told in pieces[unit]
+                Piece(segment=segment, completes=(places[bucket],) if bucket >= 0 else ())
+                for segment, bucket in backward
+                if (whole_in[bucket] if bucket >= 0 else 0) == unit  # the rest comes after the embedding
             ),
-            parameters=tuple(own[unit]),
-            root=tuple(root[unit]),
+            parameters=tuple(made[: len(own)]),
+            root=tuple(made[len(own) :]),
         )
 
-    kinds = list(plan.model.kinds())
     return Parts(
         start=forward[0],
         embedding=part(0),
-        layers={kind: part(LAYERS * (number + 1)) for number, kind in enumerate(kinds)},
-        head=part(units - 1),
+        layers={kind: part(LAYERS * (number + 1)) for number, kind in enumerate(plan.model.kinds())},
+        head=part(last),
         table_bytes=(program.held or {}).get(MemoryKind.OTHER, 0),
     )
 

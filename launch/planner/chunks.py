@@ -15,7 +15,8 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Final
 
 from triaxis.engine.plan import StepPlan, stage_layers
-from triaxis.launch.planner.profiles import Profile, Unit, apart, shapes_of
+from triaxis.launch.planner.profiles import Profile, apart, shapes_of
+from triaxis.launch.planner.units import Unit
 from triaxis.parallel.replicas.cut import Member, Sharding, fill_buckets, padded_elements
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from triaxis.launch.hardware.collectives import collective_seconds, send_seconds
 from triaxis.launch.planner.chunks import TIES, Chunk, Group, rank_chunks, unit_of
-from triaxis.launch.planner.lane import IDLE, Passes, Replicas, finished, foreign, later
+from triaxis.launch.planner.lane import IDLE, Passes, finished, foreign, later
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.price import StepTime
 from triaxis.launch.planner.profiles import Profile, UpdatePrices, apart, profile, uniform, update_prices
+from triaxis.launch.planner.replicas import Replicas
 from triaxis.launch.planner.walk import RANKS, Walked, compiled, walk, walked_microbatches
 from triaxis.launch.simulator.timeline import Prices
 from triaxis.parallel.programs.operation import Operation

@@ -9,15 +9,12 @@ such state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from triaxis.launch.planner.chunks import EMBEDDING, HEAD, PIECES, ROOT, Chunk, unit_of
+from triaxis.launch.planner.chunks import PIECES, ROOT, Chunk, unit_of
 from triaxis.launch.planner.profiles import Profile
-from triaxis.launch.simulator.timeline import Prices
+from triaxis.launch.planner.replicas import Replicas
 from triaxis.parallel.programs.operation import Operation
-from triaxis.parallel.programs.program import Communicate, Compute
-from triaxis.parallel.replicas.cut import Sharding
 from triaxis.parallel.replicas.limits import REDUCTIONS_UNDER_WAY
 from triaxis.parallel.replicas.reductions import ReductionQueue
 
@@ -58,32 +55,6 @@ def finished(lane: Lane) -> float:
     for _, end, added in lane[1]:
         now = max(now, end) + added
     return now
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
-    """The ranks that hold the same, what they shard, and the bytes of an element of weights and of gradients."""
-
-    prices: Prices
-    ranks: tuple[int, ...]
-    sharding: Sharding
-    weight_bytes: int
-    gradient_bytes: int
-
-    def message(self, operation: Operation, elements: int) -> float:
-        """Seconds of one: all_gather of parameters; all_reduce or reduce_scatter of gradients."""
-        each = self.weight_bytes if operation is Operation.ALL_GATHER else self.gradient_bytes
-        event = Communicate(operation, "dp", "", elements, elements * each)
-        return self.prices.message(event, self.ranks, 0)
-
-    def reduction(self, elements: int) -> tuple[float, float]:
-        """Seconds of a reduction, and of adding this rank's share to those of the microbatches before."""
-        if not self.sharding.gradients:
-            operation = Operation.REDUCE_SCATTER if self.sharding.states else Operation.ALL_REDUCE
-            return self.message(operation, elements), 0.0
-        share = self.gradient_bytes * elements // len(self.ranks)
-        added = self.prices.operation(Compute("add_", "", 0, 2 * share, share))
-        return self.message(Operation.REDUCE_SCATTER, elements), added
 
 
 class _Course:
@@ -299,6 +270,3 @@ class Passes:
         if place not in self._gathers:
             self._gathers[place] = sum(self._replicas.message(Operation.ALL_GATHER, b.elements) for b in held)
         return max(free, now) + self._gathers[place]
-
-
-__all__ = ["EMBEDDING", "HEAD", "IDLE", "Passes", "Replicas", "Seconds", "finished", "foreign", "later"]

@@ -7,24 +7,24 @@ prices themselves are drawn through two and three chunks. PyTorch is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final
 
 from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.launch.hardware.hardware import Hardware
+from triaxis.launch.planner.units import Pricer, Stretch, Unit, drawn
 from triaxis.launch.simulator.timeline import Prices
 from triaxis.models.config import ModelConfig
 from triaxis.models.kinds import Kind
 from triaxis.models.presets import load_config
 from triaxis.parallel.layers.loss_chunks import chunk_tokens
-from triaxis.parallel.programs.program import Communicate, Compute, Event, Segment, Wait
+from triaxis.parallel.programs.program import Compute
 
 if TYPE_CHECKING:
-    from triaxis.engine.trace.parts import Parameter, Part, Parts, States, Updates
+    from triaxis.engine.trace.parts import Part, Parts, States, Updates
 
 FEW_CHUNKS: Final = (2, 3)
 """Chunks of the loss through which the prices of more are drawn."""
@@ -34,53 +34,6 @@ _SMALL: Final = "tiny"
 """The model whose update is recorded."""
 _ONE_BUCKET: Final = 1 << 62
 """Elements that no bucket reaches: all parameters of a small model are in one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A stretch of a backward pass.
-
-    seconds: with its waits for tensor-parallel messages; computing: without them
-    height, growth: bytes held at most, and at the end, beyond those held at its beginning
-    completes: places in the unit's parameters, whose gradients are whole at its end
-    """
-
-    seconds: float
-    computing: float
-    height: float
-    growth: float
-    completes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A part with its prices, for one microbatch. Parameters: its own, then those of the root."""
-
-    forward: Stretch
-    backward: tuple[Stretch, ...]
-    parameters: tuple[Parameter, ...]
-    root: tuple[Parameter, ...]
-
-    @cached_property
-    def seconds(self) -> float:
-        """Of backward."""
-        return sum(piece.seconds for piece in self.backward)
-
-    @cached_property
-    def computing(self) -> float:
-        """Of backward, without waits."""
-        return sum(piece.computing for piece in self.backward)
-
-    @cached_property
-    def growth(self) -> float:
-        """Bytes held more after backward than before: what forward kept goes, so this is negative."""
-        return sum(piece.growth for piece in self.backward)
-
-    @cached_property
-    def height(self) -> float:
-        """Bytes held at most during backward beyond those at its beginning."""
-        before = accumulate((piece.growth for piece in self.backward), initial=0.0)
-        return max(level + piece.height for level, piece in zip(before, self.backward, strict=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +200,7 @@ def _profile(plan: StepPlan, size: int, tp: int, on: On, further: bool) -> Profi
     least = _least(plan, tp)
     low = _layers(replace(plan, microbatch_size=least), tp, False)
     high = low if size == least else _layers(replace(plan, microbatch_size=2 * least), tp, False)
-    pricer = _Pricer(on.hardware, tp, size / least - 1)
+    pricer = Pricer(on.hardware, tp, size / least - 1)
     tokens = size * plan.sequence_length
     embedding, head = _end_units(plan, tokens, tp, on)
     return Profile(
@@ -270,7 +223,7 @@ def _further(plan: StepPlan, size: int, tp: int, on: On) -> Profile:
     few = _few_tokens(plan, tp)[0]
     layers = [_layers(least, tp, added).layers for added in (False, True)]
     ends = [_ends(plan, few, tp, added) for added in (False, True)]
-    pricer = _Pricer(on.hardware, tp, 0.0)
+    pricer = Pricer(on.hardware, tp, 0.0)
 
     def longer(unit: Unit, written: Part, added: Part) -> Unit:
         pairs = zip(pricer.unit(written, written).backward, pricer.unit(added, added).backward, strict=True)
@@ -297,115 +250,20 @@ def _end_units(plan: StepPlan, tokens: int, tp: int, on: On) -> tuple[Unit, Unit
     few = _few_tokens(plan, tp)
     if tokens <= few[1]:
         ends = _ends(plan, tokens, tp, False)
-        exact = _Pricer(on.hardware, tp, 0.0)
+        exact = Pricer(on.hardware, tp, 0.0)
         return exact.unit(ends.embedding, ends.embedding), exact.unit(ends.head, ends.head)
     low, high = (_ends(plan, count, tp, False) for count in few)
     share = (tokens - few[0]) / (few[1] - few[0])
-    exact = _Pricer(on.hardware, tp, 0.0)
+    exact = Pricer(on.hardware, tp, 0.0)
     heads = [exact.unit(part, part) for part in (low.head, high.head)]
     head = replace(
         heads[0],
-        forward=_drawn(heads[0].forward, heads[1].forward, share),
+        forward=drawn(heads[0].forward, heads[1].forward, share),
         backward=tuple(
-            _drawn(one, other, share) for one, other in zip(heads[0].backward, heads[1].backward, strict=True)
+            drawn(one, other, share) for one, other in zip(heads[0].backward, heads[1].backward, strict=True)
         ),
     )
-    return _Pricer(on.hardware, tp, share).unit(low.embedding, high.embedding), head
-
-
-def _drawn(low: Stretch, high: Stretch, share: float) -> Stretch:
-    """On the line from one to the other."""
-    return Stretch(
-        seconds=low.seconds + share * (high.seconds - low.seconds),
-        computing=low.computing + share * (high.computing - low.computing),
-        height=low.height + share * (high.height - low.height),
-        growth=low.growth + share * (high.growth - low.growth),
-        completes=low.completes,
-    )
-
-
-class _Pricer:
-    """Prices segments recorded for two sizes at a third one. share: of the way from the first to the second."""
-
-    def __init__(self, hardware: Hardware, tp: int, share: float) -> None:
-        self._prices, self._ranks, self._share = Prices(hardware), tuple(range(tp)), share
-
-    def unit(self, low: Part, high: Part) -> Unit:
-        pairs = zip(low.backward, high.backward, strict=True)
-        lane = _Lane(self._prices, self._ranks)  # messages may end in a later piece
-        backward = tuple(
-            replace(self.stretch(one.segment, other.segment, lane), completes=one.completes)
-            for one, other in pairs
-        )
-        return Unit(
-            forward=self.stretch(low.forward, high.forward),
-            backward=backward,
-            parameters=low.parameters,
-            root=low.root,
-        )
-
-    def stretch(self, low: Segment, high: Segment, lane: _Lane | None = None) -> Stretch:
-        events = low.events
-        deltas: Sequence[float] = low.memory.deltas
-        if self._share:
-            if len(low.events) != len(high.events) or len(deltas) != len(high.memory.deltas):
-                raise ValueError(
-                    f"a part does {len(low.events)} things with one microbatch and {len(high.events)} with a larger"
-                )
-            events = tuple(
-                self._between(one, other) for one, other in zip(low.events, high.events, strict=True)
-            )
-            deltas = [
-                one + self._share * (other - one)
-                for one, other in zip(low.memory.deltas, high.memory.deltas, strict=True)
-            ]
-        lane = lane or _Lane(self._prices, self._ranks)
-        seconds, computing = lane.run(events)
-        level = height = 0.0
-        for delta in deltas:
-            level += delta
-            height = max(height, level)
-        return Stretch(seconds=seconds, computing=computing, height=height, growth=level)
-
-    def _between(self, low: Event, high: Event) -> Event:
-        share = self._share
-        if isinstance(low, Compute) and isinstance(high, Compute):
-            return Compute(
-                low.operation,
-                low.dtype,
-                round(low.flops + share * (high.flops - low.flops)),
-                round(low.read_bytes + share * (high.read_bytes - low.read_bytes)),
-                round(low.written_bytes + share * (high.written_bytes - low.written_bytes)),
-            )
-        if isinstance(low, Communicate) and isinstance(high, Communicate):
-            return replace(low, nbytes=round(low.nbytes + share * (high.nbytes - low.nbytes)))
-        return low
-
-
-class _Lane:
-    """One rank's computing beside its lane of tensor-parallel messages, where all ranks do the same at once."""
-
-    def __init__(self, prices: Prices, ranks: tuple[int, ...]) -> None:
-        self._prices, self._ranks = prices, ranks
-        self._now = self._free = 0.0
-        self._ends: dict[tuple[str, str], list[float]] = {}
-
-    def run(self, events: Iterable[Event]) -> tuple[float, float]:
-        """Seconds of these events, with waits and without."""
-        began, computing = self._now, 0.0
-        for event in events:
-            if isinstance(event, Compute):
-                price = self._prices.operation(event)
-                computing += price
-                self._now += price
-            elif isinstance(event, Wait):
-                ends = self._ends.get((event.group, event.operation), [])
-                if len(ends) > event.age:
-                    self._now = max(self._now, ends[-1 - event.age])
-            else:
-                self._free = max(self._now, self._free) + self._prices.message(event, self._ranks, 0)
-                self._ends.setdefault((event.group, event.operation), []).append(self._free)
-        return self._now - began, computing
+    return Pricer(on.hardware, tp, share).unit(low.embedding, high.embedding), head
 
 
 @lru_cache(maxsize=1024)
