@@ -17,7 +17,7 @@ from triaxis.launch.planner.chunks import HEAD, PIECES, TIES, Chunk, rank_chunks
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.pool import NOTHING, Pooled, heaviest_passes, pooled
 from triaxis.launch.planner.price import Memory
-from triaxis.launch.planner.profiles import Profile, apart, profile, state_bytes, uniform
+from triaxis.launch.planner.profiles import Profile, apart, profile, state_bytes
 from triaxis.launch.planner.staging import process_bytes
 from triaxis.parallel.replicas.cut import Sharding
 
@@ -40,9 +40,11 @@ class Held:
 
 
 def memory(layout: Layout) -> Memory:
-    """The memory of the fullest pipeline rank; that is the first or the last, where layers are alike."""
-    stages = (0, layout.pp - 1) if uniform(layout.plan.model) else range(layout.pp)
-    return max((stage_memory(layout, stage) for stage in sorted(set(stages))), key=lambda it: it.total)
+    """The memory of the fullest pipeline rank. Of ranks that hold the same chunks the first has most in flight."""
+    first: dict[tuple[Chunk, ...], int] = {}
+    for stage, chunks in enumerate(rank_chunks(layout.plan, layout.tp, layout.pp, layout.dp)):
+        first.setdefault(chunks, stage)
+    return max((stage_memory(layout, stage) for stage in first.values()), key=lambda it: it.total)
 
 
 def stage_memory(layout: Layout, stage: int) -> Memory:

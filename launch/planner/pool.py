@@ -142,7 +142,10 @@ def heaviest_passes(
     latest = _latest(range(window), weights)
     chosen = {latest}
     for chunk in ([0] if stage == 0 else []) + ([chunks - 1] if stage == pp - 1 else []):
-        chosen.add(_latest([number for number in range(window) if order[number] == chunk], weights))
+        through = [number for number in range(window) if order[number] == chunk]
+        chosen.add(_latest(through, weights))
+        if chunks > 1:  # new buffers of a large table may come in any of the first
+            chosen.update(through[:SETTLED])
     chosen.update(range(latest + 1, min(SETTLED, window)))
     return tuple(
         Pass(
