@@ -16,14 +16,14 @@ from triaxis.launch.simulate import main as simulate
 
 pytestmark = pytest.mark.processes
 
-FLAGS = ["--model", "tiny-moe", "--seq", "32", "--per_device_train_batch_size", "1", "--global-batch", "8"]
+FLAGS = ["--seq", "32", "--per_device_train_batch_size", "1", "--global-batch", "8"]
 
 
-def launched(ranks: int, *arguments: str) -> str:
+def launched(ranks: int, *arguments: str, model: str = "tiny-moe") -> str:
     """What a run under torchrun prints; it must end well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, "-m", "triaxis.launch.train", *FLAGS, *arguments],
+        [*command, "-m", "triaxis.launch.train", "--model", model, *FLAGS, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -48,6 +48,14 @@ def test_experts_train_and_go_on_elsewhere(tmp_path: Path) -> None:
     onwards = ["--steps", "8", "--resume", "auto", "--output-dir", str(tmp_path / "run")]
     launched(2, "--dp", "2", "--ep", "2", "--zero", "3", *onwards)
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 9))
+
+
+@pytest.mark.timeout(900)
+def test_deepseek_v3_in_small_learns(tmp_path: Path) -> None:
+    layout = ["--tp", "2", "--pp", "2", "--ep", "2", "--sp"]
+    launched(4, *layout, "--steps", "20", "--output-dir", str(tmp_path), model="tiny-v3")
+    losses = [row["loss"] for row in rows(tmp_path)]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
 
 
 def test_the_same_run_is_simulated_and_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -24,14 +25,25 @@ from tests.agreement import (
 from tests.ranks.test_experts import V3
 from triaxis.engine.trace.cluster import trace_cluster
 from triaxis.models import latent as layer_module
+from triaxis.models.batch import Batch, Inputs, SequenceContext
+from triaxis.models.builder import build_model
 from triaxis.models.config import ModelConfig
 from triaxis.models.experts_kind import Experts
 from triaxis.models.kinds import Layer
 from triaxis.models.latent import score_scale
 from triaxis.models.latent_kind import LatentAttention
 from triaxis.models.mixtures import with_experts
+from triaxis.models.parts import build_part
 from triaxis.models.positions import Rope, YarnScaling
+from triaxis.models.presets import PRESETS
+from triaxis.models.rotary import rotary_tables
+from triaxis.parallel.layers.build import Build
+from triaxis.parallel.layers.declare import named_layouts, states_of
+from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.programs.proof import prove
+from triaxis.parallel.worlds.mesh import build_mesh
+from triaxis.parallel.worlds.thread import run_threads
+from triaxis.parallel.worlds.trace import TraceWorld
 
 YARN = YarnScaling(factor=4.0, original_positions=8, mscale=0.7, mscale_all_dim=1.0)
 HEADS = LatentAttention(heads=8, latent=12, plain_size=6, turned_size=4, value_size=5, query_latent=10)
@@ -217,15 +229,6 @@ def test_the_layer_is_its_plain_twin(model: ModelConfig, fault: str, monkeypatch
 
 def layer_and_twin(model: ModelConfig) -> tuple[Tensor, Tensor]:
     """One layer's output on two rows of 9 tokens, and its twin's."""
-    from triaxis.models.batch import Batch, Inputs, SequenceContext
-    from triaxis.models.parts import build_part
-    from triaxis.models.rotary import rotary_tables
-    from triaxis.parallel.layers.build import Build
-    from triaxis.parallel.layers.declare import named_layouts
-    from triaxis.parallel.places.topology import Topology
-    from triaxis.parallel.worlds.mesh import build_mesh
-    from triaxis.parallel.worlds.thread import run_threads
-
     layer = model.kind(0)
     assert isinstance(layer, Layer) and isinstance(model.positions, Rope)
     kind = layer.attention
@@ -281,3 +284,25 @@ def test_latents_and_experts_are_traced_and_proved(row: str) -> None:
     cluster = trace_cluster(plan_of(layout, MIXED, "adamw, clip 1", "fp32"), layout.topology())
     proof = prove(cluster)
     assert proof.holds, "\n".join(map(str, proof.faults))
+
+
+def test_ranks_of_deepseek_v3_hold_the_published_count() -> None:
+    """tp 8, pp 2, ep 16: what the 32 ranks of one ep group of each stage hold, each rectangle once."""
+    model = PRESETS["deepseek-v3"]
+    topology = Topology(tp=8, pp=2, dp=16, ep=16)
+    held: dict[tuple[str, tuple[int, ...]], int] = {}
+    experts = set()
+    for rank in range(32):
+        mesh = build_mesh(TraceWorld(rank, 256, "meta"), topology)
+        last = mesh.pp.rank == 1
+        layers = range(31, 61) if last else range(31)
+        stage = build_model(
+            model, Build.on(mesh, sequence_parallel=True), layers=layers, first=not last, last=last
+        )
+        layouts = [layout for _, layout, _ in named_layouts(stage)] + [
+            layout for layout, _ in states_of(stage)
+        ]
+        held |= {(layout.name, layout.offsets): prod(layout.sizes) for layout in layouts}
+        experts.add(sum(".experts." in layout.name for layout in layouts))
+    assert sum(held.values()) == model.parameters() == 671_026_419_200
+    assert experts == {16 * 3 * 28, 16 * 3 * 30}
