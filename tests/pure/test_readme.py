@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_the_twins_have_the_same_commands_tables_and_links() -> None:
 @pytest.mark.parametrize("name", TWINS)
 def test_every_page_is_there(name: str) -> None:
     assert [link for link in links(text_of(name)) if not (ROOT / link).exists()] == []
+
+
+def test_no_example_starts_where_an_earlier_one_left_checkpoints() -> None:
+    text = text_of("README.md")
+    examples = re.findall(r"(?:launch\.train|triaxis run)(?: .*\\\n)* .*", text)
+    taken = {"output"}  # of `make train`, away from which the examples are told to go
+    place = re.findall(r"^mkdir .*&& cd (\S+)$", text, flags=re.MULTILINE)[0]
+    kept = 0
+    for example in examples:
+        named = re.search(r"--output[-_]dir (\S+)", example)
+        folder = posixpath.normpath(f"{place}/{named[1] if named else 'output'}")
+        assert folder not in taken or "--resume" in example, example
+        if "--save" in example:
+            taken.add(folder)
+            kept += 1
+    assert kept == 3
 
 
 def test_every_flag_and_command_exists() -> None:
