@@ -420,10 +420,10 @@ def _missing_data(field: str, data: str) -> list[str]:
     if data == "stdlib":
         return []
     try:
-        if text_files(data) is not None:
+        if text_files(data, field) is not None:
             return []
     except ValueError as error:
-        return [f"`{field}`: {error}; check the path"]
+        return [f"{error}; check the path"]
     prefix = data.removesuffix(".bin").removesuffix(".idx")
     needed = [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [path for path in needed if not os.path.isfile(path)]

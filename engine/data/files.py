@@ -29,10 +29,10 @@ def kind_of_file(path: Path) -> str | None:
     return suffix if suffix in KINDS else None
 
 
-def text_files(data: str) -> list[Path] | None:
+def text_files(data: str, field: str = "data") -> list[Path] | None:
     """The files of a name, folder, pattern, or several with commas between; None where it means Megatron's files.
 
-    Raises ValueError where nothing is there.
+    Raises ValueError where nothing is there, which names the setting, `field`.
     """
     parts = [data] if os.path.exists(data) else data.split(SEPARATOR)
     if len(parts) == 1 and not (os.path.isdir(data) or has_magic(data) or kind_of_file(Path(data))):
@@ -49,8 +49,8 @@ def text_files(data: str) -> list[Path] | None:
         if not inside:
             there = "is none" if os.path.exists(part) else "does not exist"
             raise ValueError(
-                f"data must be a file of {', '.join(KINDS)} (or compressed), a folder or a pattern of them, but {part} "
-                f"{'holds none' if os.path.isdir(part) else there}"
+                f"`{field}` must be a file of {', '.join(KINDS)} (or compressed), a folder or a pattern of them, but "
+                f"{part} {'holds none' if os.path.isdir(part) else there}"
             )
         found += inside
     return list(dict.fromkeys(found))

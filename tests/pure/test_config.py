@@ -73,7 +73,12 @@ def test_any_two_of_the_batch_sizes_decide_the_third(
         ),
         ({"model": "gpt2-124m", "seq": 2048}, 1, ("1024 positions of gpt2-124m, but is 2048",)),
         ({"model": "tinny"}, 1, ("'tinny'", "nearest presets: tiny")),
-        ({"data": "no/such.jsonl"}, 1, ("`data`", "no/such.jsonl does not exist")),
+        ({"data": "no/such.jsonl"}, 1, ("`data` must be a file", "no/such.jsonl does not exist")),
+        (
+            {"data": "no/such.jsonl", "eval_data": "no/held.jsonl"},
+            1,
+            ("`eval_data` must be a file", "no/held.jsonl does not exist"),
+        ),
         ({"data": "no/prefix"}, 1, ("no file no/prefix.bin and no file no/prefix.idx",)),
         ({"data": "a.jsonl", "data_path": "b.jsonl"}, 1, ("are a.jsonl and b.jsonl",)),
         ({"steps": 3, "num_train_epochs": 1.0}, 1, ("must not both be given, but are 3 and 1",)),
