@@ -135,12 +135,13 @@ def shape_of(model: ModelConfig) -> Shape:
     """The sizes of one of this engine's dense models, as other engines would train it."""
     layer = model.kind(0)
     if not (
-        isinstance(layer, Layer)
+        len(model.kinds()) == 1
+        and isinstance(layer, Layer)
         and isinstance(attention := layer.attention, GroupedAttention)
         and isinstance(feed_forward := layer.feed_forward, Dense)
     ):
         raise ValueError(
-            f"a model of other engines must have grouped attention and dense MLPs; {model.name} has not"
+            f"a model of other engines must have grouped attention and dense MLPs in all layers; {model.name} has not"
         )
     return Shape(
         layers=model.layers,
