@@ -29,7 +29,9 @@ MOST_RANKS, MOST_SECONDS = 1024, 3600.0
 
 def _parser() -> Parser:
     parser = Parser(prog="triaxis doctor", description=DESCRIPTION)
-    parser.add_argument("--no-measure", action=Claim, help="say what there is, and measure nothing")
+    parser.add_argument(
+        "--measure", action=Claim, default=True, help="measure too; --no-measure only says what there is"
+    )
     parser.add_argument(
         "--ranks",
         type=within(whole, 1, MOST_RANKS),
@@ -51,7 +53,7 @@ def _parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if not options.no_measure:
+    if options.measure:
         try:
             check_target(options.out, "out", overwrite=options.overwrite)
         except ValueError as error:
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, object] = {
         section: {item.name: asdict(item) for item in items} for section, items in sections.items()
     }
-    if not options.no_measure:
+    if options.measure:
         from triaxis.launch.hardware.measure import default_ranks, measure_machine
 
         ranks = options.ranks or default_ranks()

@@ -99,7 +99,7 @@ def read_documents(
     """The file's documents in order; `tally` is filled as they are read. still: called for each."""
     on_bad = _on_bad(on_bad_sample)
     if not path.is_file():
-        raise ValueError(f"data must be a file, but {path} does not exist")
+        raise ValueError(f"`data` must be a file, but {path} does not exist")
     kept = tally.kept
     for number, record in records(path):
         tally.read += 1

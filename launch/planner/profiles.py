@@ -147,7 +147,17 @@ def _known() -> Any:  # noqa: ANN401  (torch's types, imported late)
 def _parts(plan: StepPlan, tp: int, further: bool) -> Parts:
     from triaxis.engine.trace.parts import trace_parts
 
-    return trace_parts(plan, tp, _known(), further=further)
+    try:
+        return trace_parts(plan, tp, _known(), further=further)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        # A trace touches no page, but a system refuses a single tensor that is larger than all its memory.
+        raise ValueError(
+            f"{plan.model.name} must have weights that this machine could hold one by one, to be planned, but with tp "
+            f"{tp} one is larger: experts are planned without ep yet; simulate the layout with its --ep, or plan on a "
+            "larger machine"
+        ) from None
 
 
 def shapes_of(plan: StepPlan, tp: int) -> Parts:

@@ -348,7 +348,7 @@ def test_a_run_that_cannot_work_is_refused_before_the_queue(
     assert "`tp` must divide the 64 attention heads" in capsys.readouterr().err
     assert not out.exists()
     assert main([*command, "--model", "llama2-70b", "--tp", "4", "--data", "elsewhere.jsonl"]) == 0
-    assert "note: `data`" in capsys.readouterr().err, "a file may be there where the run starts"
+    assert "note: `data` must be" in capsys.readouterr().err, "a file may be there where the run starts"
     flags = out.read_text().split("triaxis.launch.train")[1].split(" &\n")[0].replace("\\\n", " ").split()
     flags[flags.index("--data") + 1] = "stdlib"
     assert resolve(parse_flags(flags, speaks=True), 16).topology.tp == 4

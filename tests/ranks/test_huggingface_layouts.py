@@ -87,7 +87,11 @@ def test_a_step_from_a_checkpoint_is_theirs(case: str, layout: str, tmp_path: Pa
     assert equal, "replicas differ"
     (tmp_path / "gradients").mkdir()
     (tmp_path / "gradients" / CONFIG).write_text((tmp_path / CONFIG).read_text())
-    save_file({n: g.contiguous() for n, g in gradients.items()}, tmp_path / "gradients" / "model.safetensors")
+    biases = {n: b for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias")}
+    save_file(
+        biases | {n: g.contiguous() for n, g in gradients.items()},
+        tmp_path / "gradients" / "model.safetensors",
+    )
     expected = open_weights(tmp_path / "gradients", model)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     assert found.keys() == whole_shapes(model).keys()

@@ -46,6 +46,7 @@ def at_once(*acts: Callable[[], object]) -> list[object]:
 def come(address: Address, rank: int, size: int, seconds: float) -> Callable[[], str]:
     def act() -> str:
         store = open_store(address, rank, seconds)
+        act.store = store  # type: ignore[attr-defined]  # rank 0's is everybody's: it stays until all have met
         meet(PrefixStore("start-x", store), address, rank=rank, size=size, seconds=seconds)
         return "met"
 

@@ -218,6 +218,12 @@ def test_a_plan_counts_what_the_model_counts(name: str) -> None:
         rule = getattr(getattr(kind, "feed_forward", None), "rule", None)
         untrained += count * rule.experts if rule is not None and rule.choosing_bias else 0
     plan = StepPlan(model=model, microbatch_size=1, microbatches=1, sequence_length=8)
+    if name in ("671b", "deepseek-v3", "kimi-k2"):  # a layer's experts in one tensor: 30 GB and more
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if memory < 64e9:
+            with pytest.raises(ValueError, match="experts are planned without ep yet"):
+                shapes_of(plan, 1)
+            return
     parts = shapes_of(plan, 1)
     held = [parts.embedding, parts.head]
     held += [parts.layers[kind] for kind, count in model.kinds().items() for _ in range(count)]
