@@ -10,7 +10,6 @@ import torch
 
 from tests.crash.ranks import Ranks, arguments
 from tests.forked import run_processes
-from tests.patience import PATIENCE_SECONDS
 from tests.runs import prepare
 from triaxis.parallel.worlds.group import Group, World
 from triaxis.parallel.worlds.process_group import ProcessGroup
@@ -71,7 +70,7 @@ def test_headers_are_exchanged_in_the_first_steps(tmp_path: Path) -> None:
             "output_dir": str(tmp_path / f"{check_collectives}-{steps}"),
         }
         with Ranks(2, arguments(flags), tmp_path / "log", before=count) as ranks:
-            assert ranks.wait(PATIENCE_SECONDS) == [0, 0], ranks.said()
+            assert ranks.wait() == [0, 0], ranks.said()
         log = tmp_path / "compared-0"
         sizes.append(log.stat().st_size if log.exists() else 0)
         log.unlink(missing_ok=True)
