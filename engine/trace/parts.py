@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from triaxis.engine.plan import StepPlan
@@ -149,7 +150,19 @@ def trace_parts(plan: StepPlan, tp: int, known: Known, *, further: bool = False)
     forward, offset = _step(program, f"0F{last}")
     starts = [mark - offset for mark in marks if offset <= mark <= offset + len(forward.events)]
     backward, _ = _step(program, f"0B{last}")
-    return _assembled(plan, program, step, cut(forward, starts), pieces_of(backward))
+    parts = _assembled(plan, program, step, cut(forward, starts), pieces_of(backward))
+    _release(step)
+    return parts
+
+
+def _release(step: TrainingStep) -> None:
+    """Gives back the weights' address space: hooks of autograd keep a step alive, and a process whose mappings exceed
+    the machine's memory cannot fork."""
+    weights = [parameter for stage in step.stages for parameter in stage.parameters()]
+    held = [value for bucket in step.data_parallel.buckets for value in vars(bucket).values()]
+    for tensor in (*weights, *(weight.grad for weight in weights), *held):
+        if isinstance(tensor, torch.Tensor):
+            tensor.untyped_storage().resize_(0)
 
 
 def trace_update(plan: StepPlan, known: Known, *, bucket_elements: int, microbatches: int) -> Updates:
