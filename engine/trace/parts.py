@@ -156,8 +156,8 @@ def trace_parts(plan: StepPlan, tp: int, known: Known, *, further: bool = False)
 
 
 def _release(step: TrainingStep) -> None:
-    """Gives back the weights' address space: hooks of autograd keep a step alive, and a process whose mappings exceed
-    the machine's memory cannot fork."""
+    """Gives back the address space of the step's tensors at once: the garbage collector counts objects, not bytes, and
+    a process whose mappings exceed the machine's memory cannot fork."""
     weights = [parameter for stage in step.stages for parameter in stage.parameters()]
     held = [value for bucket in step.data_parallel.buckets for value in vars(bucket).values()]
     for tensor in (*weights, *(weight.grad for weight in weights), *held):

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -150,10 +151,13 @@ class ZeroDataParallel:
     ) -> Callable[[object, object], None]:
         slot = slot_of(member)
         assert slot is not None
+        # Autograd holds a parameter through its node, unseen by the garbage collector, and the parameter holds this:
+        # were `self`, which holds the node, held as well, a model and all its states would never be freed.
+        ready = WeakMethod(self._bucket_ready)
 
         def told() -> None:
-            if bucket.complete(slot):
-                self._bucket_ready(bucket)
+            if bucket.complete(slot) and (reduce := ready()) is not None:
+                reduce(bucket)
 
         slot.on_complete = told
 

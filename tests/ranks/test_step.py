@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -287,3 +289,19 @@ def test_evaluation_between_steps_changes_nothing() -> None:
         return found
 
     assert run_threads(2, lambda world: main(world, True)) == run_threads(2, lambda world: main(world, False))
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_step_that_nobody_holds_gives_its_memory_back(zero: int) -> None:
+    """Before, autograd's hooks held every step, its weights and its states, until the process ended."""
+
+    def main(world: World) -> list[weakref.ref[object]]:
+        step = TrainingStep(replace(PLAN, zero=zero), build_mesh(world, Topology(dp=2)))
+        losses_of(step, 0)
+        held = [step, step.data_parallel, *step.data_parallel.buckets, *step.stages[0].parameters()]
+        return [weakref.ref(item) for item in held]
+
+    found = [reference for rank in run_threads(2, main) for reference in rank]
+    for _ in range(2):  # the nodes of autograd first, then what they held
+        gc.collect()
+    assert [reference() for reference in found] == [None] * len(found)
