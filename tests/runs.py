@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from triaxis.engine.checkpoint.folder import complete_checkpoints
+from triaxis.engine.checkpoint.folder import FOLDER, complete_checkpoints
 from triaxis.engine.checkpoint.manifest import read_manifest
 from triaxis.engine.config import RunConfig
 from triaxis.engine.faults.interruption import Interruption
@@ -73,6 +73,21 @@ def prepare(folder: Path) -> dict[str, Any]:
         "warmup_steps": 3,
         "learning_rate": 1e-2,
     }
+
+
+def ten_steps(folder: Path) -> dict[str, Any]:
+    """Flags of such a run that saves after every second step."""
+    return prepare(folder) | {"steps": 10, "eval_batches": 0, "save_steps": 2, "warmup_steps": 1}
+
+
+def names(output: Path) -> list[str]:
+    """What is in a run's folder of checkpoints."""
+    return sorted(path.name for path in (output / FOLDER).iterdir())
+
+
+def step(number: int) -> str:
+    """A checkpoint's name, as people see it."""
+    return f"step-{number:08d}"
 
 
 def run(flags: dict[str, Any], *, ask_at: int | None = None) -> Summary:

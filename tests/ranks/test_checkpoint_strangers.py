@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.test_checkpoint_folders import made_checkpoints
-from tests.runs import prepare, run
+from tests.runs import names, run, step, ten_steps
 from triaxis.engine.checkpoint.failures import save_failure, told_cause
 from triaxis.engine.checkpoint.folder import (
     BEST,
@@ -26,25 +26,12 @@ from triaxis.engine.checkpoint.manifest import SaveError
 from triaxis.engine.run import saving
 from triaxis.launch.checkpoint import main
 
-
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triaxis.engine.run.trainer.plot_run", lambda directory: directory)
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Ten steps, saved after every second."""
-    changes = {"steps": 10, "eval_batches": 0, "save_steps": 2, "warmup_steps": 1}
-    return prepare(tmp_path_factory.mktemp("run")) | changes
-
-
-def names(output: Path) -> list[str]:
-    return sorted(path.name for path in (output / FOLDER).iterdir())
-
-
-def step(number: int) -> str:
-    return f"step-{number:08d}"
+    return ten_steps(tmp_path_factory.mktemp("run"))
 
 
 def a_file(path: Path) -> None:

@@ -26,9 +26,7 @@ EMBEDDING = "model.embed_tokens.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 
 
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triaxis.engine.run.trainer.plot_run", lambda directory: directory)
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")

@@ -43,11 +43,7 @@ from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
 
-
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs."""
-    monkeypatch.setattr("triaxis.engine.run.trainer.plot_run", lambda directory: directory)
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")

@@ -38,10 +38,7 @@ def named(layout: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in layout.items())
 
 
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs."""
-    monkeypatch.setattr("triaxis.engine.run.trainer.plot_run", lambda directory: directory)
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")

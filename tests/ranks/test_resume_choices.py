@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpointing import flip_a_byte, forge
-from tests.runs import prepare, rows, run
+from tests.runs import names, rows, run, step, ten_steps
 from triaxis.engine.checkpoint.folder import (
     BEST,
     FOLDER,
@@ -20,25 +20,12 @@ from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.run.resume import find_start
 from triaxis.launch.checkpoint import main
 
-
-@pytest.fixture(autouse=True)
-def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triaxis.engine.run.trainer.plot_run", lambda directory: directory)
+pytestmark = pytest.mark.usefixtures("no_picture")
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Ten steps, saved after every second."""
-    changes = {"steps": 10, "eval_batches": 0, "save_steps": 2, "warmup_steps": 1}
-    return prepare(tmp_path_factory.mktemp("run")) | changes
-
-
-def names(output: Path) -> list[str]:
-    return sorted(path.name for path in (output / FOLDER).iterdir())
-
-
-def step(number: int) -> str:
-    return f"step-{number:08d}"
+    return ten_steps(tmp_path_factory.mktemp("run"))
 
 
 def test_a_run_can_go_back_to_an_older_checkpoint_in_its_own_folder(
