@@ -17,7 +17,6 @@ Span = tuple[int, int]
 ANSWERING = "assistant"
 TRAIN_KEYS = ("weight", "train")
 BARE_KEYS = frozenset({"role", "content"})
-RECORD_KEYS = frozenset({"messages", "tools", "chat_template_kwargs"})
 
 
 class BadLine(ValueError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -88,9 +87,3 @@ def shared_by_ranks(part_TD: Tensor, group: Group, sequence_parallel: bool) -> T
     Each rank's gradient is that of its heads alone, so backward sums: P → V, or P → R.
     """
     return _Shared.apply(part_TD, group, sequence_parallel)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def part_of(whole: Tensor, group: Group) -> Tensor:
-    """This rank's equal part of a flat tensor, as a view."""
-    size = whole.numel() // group.size
-    return torch.narrow(whole, 0, group.rank * size, size)
