@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import time
@@ -43,6 +44,10 @@ def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list
             pickle.dumps(result)
         )  # not `send`: it would share tensors, and its process ends
 
+    for _ in range(
+        2
+    ):  # a dry trace's step that nobody holds may map more than the machine has, and then no fork works
+        gc.collect()
     processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
     for process in processes:
         process.start()
