@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from triaxis.parallel.pipeline.lowering import lower
 from triaxis.parallel.pipeline.orders import make_schedule
 from triaxis.parallel.pipeline.schedule import Action, Kind, looped
 from triaxis.parallel.replicas.data_parallel import DataParallel
-from triaxis.parallel.replicas.initialize import Fill, initialize_piece
+from triaxis.parallel.replicas.initialize import Fill, random_values
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -104,7 +103,7 @@ class _Chunk:
 
 
 def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
-    """The model stages that this rank holds, one for each chunk. Collective."""
+    """The model stages that this rank holds, one for each chunk, their parameters without memory. Collective."""
     placement = looped(mesh.pp.size, plan.virtual_stages)
     count = len(placement.places)
     cuts = stage_layers(plan.model, count)
@@ -113,6 +112,7 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
         dtype=DTYPES[plan.dtype],
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute.repeats_layers,
+        sized_only=True,
     )
     return [
         build_model(plan.model, build, layers=cuts[number], first=number == 0, last=number == count - 1)
@@ -151,7 +151,7 @@ def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill |
 
 
 def _filler(plan: StepPlan) -> Fill | None:
-    return None if plan.seed is None else partial(initialize_piece, seed=plan.seed)
+    return None if plan.seed is None else random_values(plan.seed)
 
 
 def summed_dtype(plan: StepPlan) -> torch.dtype:
@@ -166,7 +166,7 @@ MAKERS: dict[DataParallelKind, Maker] = {DataParallelKind.ZERO: _make_zero, Data
 class TrainingStep:
     """A rank's part of the model, its optimizer, and the step that trains them. Making it is collective.
 
-    fill: gives each parameter its first values; None: random ones by `plan.seed`
+    fill: gives each parameter its first values; None: random ones by `plan.seed`, or zeros where that is None too
     """
 
     def __init__(self, plan: StepPlan, mesh: Mesh, fill: Fill | None = None) -> None:
@@ -177,7 +177,7 @@ class TrainingStep:
         self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh, fill)
         for layout, state in (found for stage in self.stages for found in states_of(stage)):
             if fill is not None:
-                fill(layout, state)
+                fill(layout, state.view(-1), 0)
         self.balance = Balance(self.stages, mesh, plan.model, plan.microbatches)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from triaxis.models.builder import build_model
@@ -13,7 +12,7 @@ from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import named_layouts, states_of
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.places.topology import Topology
-from triaxis.parallel.replicas.initialize import Fill
+from triaxis.parallel.replicas.initialize import Fill, by_rectangles
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.trace import TraceWorld
 
@@ -28,14 +27,12 @@ class Weights(Protocol):
 
 
 def filler(weights: Weights) -> Fill:
-    """What fills a piece of a parameter from `weights`; rows that are padding become zero."""
+    """What fills runs of parameters from `weights`; rows that are padding become zero."""
 
-    @torch.no_grad()
-    def fill(layout: ParameterLayout, piece: Tensor) -> None:
-        piece.zero_()
-        piece[layout.unpadded].copy_(weights.read(layout.name, layout.offsets, layout.sizes))
+    def fill(layout: ParameterLayout, view: Tensor, offsets: Shape) -> None:
+        view.copy_(weights.read(layout.name, offsets, tuple(view.shape)))
 
-    return fill
+    return by_rectangles(fill)
 
 
 def whole_shapes(model: ModelConfig) -> dict[str, Shape]:

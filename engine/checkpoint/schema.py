@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from triaxis.engine.checkpoint.rectangles import covers_once
+from triaxis.parallel.places.rectangles import covers_once
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2}
 """The types of elements, as safetensors names them."""

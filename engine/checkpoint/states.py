@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.parallel.layers.declare import states_of
+from triaxis.parallel.places.rectangles import cut_rectangles
 from triaxis.parallel.replicas.cut import Segment
 from triaxis.parallel.replicas.data_parallel import Shard
 

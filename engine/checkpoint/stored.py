@@ -29,9 +29,9 @@ from triaxis.engine.checkpoint.folder import (
     place_folder,
 )
 from triaxis.engine.checkpoint.manifest import check_files
-from triaxis.engine.checkpoint.rectangles import CHUNK_ELEMENTS, cut_rectangles
 from triaxis.engine.checkpoint.states import HeldTensor
 from triaxis.engine.checkpoint.storage import ShardReader, ShardWriter, results_of
+from triaxis.parallel.places.rectangles import CHUNK_ELEMENTS, cut_rectangles
 
 
 class StoredTensors:

@@ -25,7 +25,8 @@ from triaxis.models.huggingface.folder import open_weights
 from triaxis.models.presets import load_config
 from triaxis.models.weights import Weights, filler, whole_shapes
 from triaxis.parallel.layers.build import Build
-from triaxis.parallel.layers.declare import declared, pieces, states_of
+from triaxis.parallel.layers.declare import states_of
+from triaxis.parallel.replicas.initialize import fill_module
 from triaxis.parallel.worlds.mesh import Mesh
 
 
@@ -93,11 +94,9 @@ def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tu
         tokenizer = str(named) if named else None
     stage = build_model(model, Build.on(mesh, dtype=dtype))
     fill = filler(weights)
-    for parameter, layouts in declared(stage).items():
-        for layout, piece in pieces(parameter.data, layouts):
-            fill(layout, piece)
+    fill_module(stage, fill)
     for layout, state_tensor in states_of(stage):
-        fill(layout, state_tensor)
+        fill(layout, state_tensor.view(-1), 0)
     return stage, tokenizer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from triaxis.engine.checkpoint.folder import leftovers_at, set_aside, step_of
+from triaxis.engine.checkpoint.folder import complete_checkpoints, leftovers_at, set_aside, step_of
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
 from triaxis.engine.config import ResolvedRun, RunConfig, run_directory
 from triaxis.engine.faults.replicas import check_replicas
@@ -16,12 +16,29 @@ from triaxis.engine.run.inputs import RunInputs, changed_inputs, check_same_inpu
 from triaxis.engine.run.resume import check_same_run, named_checkpoint, newer_in, told_changes
 from triaxis.engine.run.stored_row import Row, check_replay, replay, rounding
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.worlds.agreement import send_json
+from triaxis.parallel.worlds.mesh import Mesh
 
 if TYPE_CHECKING:
     from triaxis.engine.checkpoint.store import CheckpointStore
 
 
+def checkpoint_to_load(config: RunConfig, mesh: Mesh) -> Path | None:
+    """What the run goes on from, as rank 0 sees it; None for a fresh start. Collective.
+
+    Known before the model is made: its first values are then not worth making.
+    """
+    if config.resume in (None, "never"):
+        return None
+    if config.resume != "auto":
+        return named_checkpoint(str(config.resume))
+    found = complete_checkpoints(run_directory(config)) if mesh.world.rank == 0 else []
+    newest = send_json(mesh.everyone, str(found[-1]) if found else None, mesh.world.device)
+    return None if newest is None else Path(str(newest))
+
+
 def restore(
+    path: Path | None,
     config: RunConfig,
     resolved: ResolvedRun,
     training: TrainingStep,
@@ -31,16 +48,14 @@ def restore(
 ) -> RunState | None:
     """The state that the run goes on from, its tensors loaded; None for a fresh start. Collective.
 
-    `auto` passes over checkpoints that cannot be read. Raises CheckpointError if none is left, or the loaded model
-    does not give the saved loss; ConfigError if it is another run's.
+    path: the checkpoint; `auto` passes over those that cannot be read. Raises CheckpointError if none is left, or the
+    loaded model does not give the saved loss; ConfigError if it is another run's.
     """
-    if config.resume in (None, "never"):
+    if path is None:
+        if config.resume == "auto":
+            say("no checkpoint yet: starting at step 0")
         return None
     store = open_store()
-    path = store.latest() if config.resume == "auto" else named_checkpoint(str(config.resume))
-    if path is None:
-        say("no checkpoint yet: starting at step 0")
-        return None
     if config.resume == "auto":
         _say_what_is_passed_over(path, say)
     while True:

@@ -34,7 +34,7 @@ from triaxis.engine.run.peak import peak_memory_bytes
 from triaxis.engine.run.plot import LivePicture, plot_run
 from triaxis.engine.run.progress import Progress, opening
 from triaxis.engine.run.rates import Rates
-from triaxis.engine.run.restore import restore, stored_row
+from triaxis.engine.run.restore import checkpoint_to_load, restore, stored_row
 from triaxis.engine.run.resume import continues_here
 from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.times import StepTimes
@@ -77,9 +77,14 @@ def train(
     with supervision.watch(directory, mesh, config.hang_timeout) as watch:
         watch.at(0, "reading data")
         inputs = open_inputs(config, resolved, mesh, lambda: watch.at(0, "reading data"))
-        training = TrainingStep(step_plan(config, resolved), mesh, first_values(config, resolved))
+        path = checkpoint_to_load(config, mesh)
+        plan = step_plan(config, resolved)
+        if path is None:
+            training = TrainingStep(plan, mesh, first_values(config, resolved))
+        else:  # whatever values it had would be loaded over
+            training = TrainingStep(dataclasses.replace(plan, seed=None), mesh)
         watch.watch_pipeline(training)
-        return _Run(config, resolved, training, inputs, supervision, watch).go()
+        return _Run(config, resolved, training, inputs, supervision, watch).go(path)
 
 
 class _Run:
@@ -103,12 +108,13 @@ class _Run:
         self._times = StepTimes(self._mesh, config.straggler_factor)
         self._directory = run_directory(config)
 
-    def go(self) -> Summary:
+    def go(self, path: Path | None) -> Summary:
+        """path: the checkpoint that the run goes on from."""
         config, resolved = self._config, self._resolved
         open_store = functools.cache(self._open_store)
         notes: list[str] = []
         self._watch.at(0, "loading")
-        state = restore(config, resolved, self._training, self._inputs, open_store, notes.append)
+        state = restore(path, config, resolved, self._training, self._inputs, open_store, notes.append)
         if state is None:
             check_replicas(
                 self._training,

@@ -256,6 +256,8 @@ class Meter(TorchDispatchMode):
         self.live_bytes += delta
 
     def _track(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":  # a shape, no memory
+            return
         number = self.adopt(tensor)
         if self.alive[number]:
             self._change(number, self.alive[number])

@@ -266,6 +266,10 @@ def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
     ]
 
 
+def _no_values(layout: ParameterLayout, run: Tensor, first: int) -> None:
+    """Stands for a run's first values: dry, there are none, but replicas send them to each other all the same."""
+
+
 def record_step(
     plan: StepPlan,
     topology: Topology,
@@ -289,7 +293,7 @@ def record_step(
     with meter:
         tape = Tape(recorder, meter)
         mesh = build_mesh(world, topology)
-        step = TrainingStep(plan, mesh)
+        step = TrainingStep(plan, mesh, _no_values if dry else None)
         setup = Segment(tuple(e for e in recorder.events if isinstance(e, Communicate | Wait)))
         classify(step, meter)
         for number in meter.alive:

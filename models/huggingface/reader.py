@@ -147,10 +147,14 @@ class HubWeights:
 
 def read_place(files: SafetensorsFolder, place: Place, offsets: Shape, sizes: Shape) -> Tensor:
     """The rectangle of ours that lies at `place`."""
+    # Rows in another order within a head are read by whole heads, and those before and after let go.
+    height = 1 if place.interleaved is None else place.interleaved[0]
+    before, behind = offsets[0] % height, -(offsets[0] + sizes[0]) % height
+    offsets, sizes = (offsets[0] - before, *offsets[1:]), (before + sizes[0] + behind, *sizes[1:])
     part = files.read(place.name, place.index(offsets, sizes))
     part = part.t() if place.transposed else part
     order = place.order(offsets, sizes)
-    return part if order is None else part[order]
+    return part if order is None else part[order][before : sizes[0] - behind]
 
 
 def compare_shapes(

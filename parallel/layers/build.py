@@ -19,6 +19,7 @@ class Build:
     dtype: of parameters and hidden states
     recompute: keep only each layer's input, and run the layer again in backward
     kernels: the functions that do the arithmetic
+    sized_only: parameters have shapes but no memory, which whoever shards them gives to each rank's part alone
     """
 
     mesh: Mesh
@@ -26,6 +27,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     recompute: bool = False
+    sized_only: bool = False
 
     @classmethod
     def on(
@@ -35,6 +37,7 @@ class Build:
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         recompute: bool = False,
+        sized_only: bool = False,
     ) -> Build:
         """With the kernels for the mesh's device."""
         return cls(
@@ -43,8 +46,10 @@ class Build:
             dtype=dtype,
             sequence_parallel=sequence_parallel,
             recompute=recompute,
+            sized_only=sized_only,
         )
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """An empty parameter on the mesh's device."""
-        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=self.mesh.world.device))
+        """An empty parameter on the mesh's device; on "meta" if it is to be `sized_only`."""
+        device = torch.device("meta") if self.sized_only else self.mesh.world.device
+        return nn.Parameter(torch.empty(*shape, dtype=self.dtype, device=device))

@@ -34,6 +34,20 @@ resize_storage = torch.ops.triaxis.resize_storage
 """Gives a tensor's storage `nbytes`; its shape and its views stay. An operator, so that a meter sees it."""
 
 
+def _place(member: nn.Parameter, place: Tensor) -> None:
+    """Lets a parameter be a view of its bucket. What it was made with is let go of.
+
+    It stays the same object, so layers, hooks and ties know nothing of buckets.
+    """
+    if member.device.type != "meta":
+        member.data = place
+        return
+    told = dict(member.__dict__)  # its layouts: a swap takes them along
+    # `data`: a version counter of its own, so that filling the bucket again is no change of what autograd saved
+    torch.utils.swap_tensors(member, nn.Parameter(place.data, requires_grad=member.requires_grad))
+    member.__dict__.update(told)
+
+
 class GradientPool:
     """Buffers for unsharded gradients, reused by the buckets of stages 2 and 3."""
 
@@ -70,6 +84,7 @@ class Bucket:
         master_dtype: torch.dtype,
         pool: GradientPool,
         fill: Fill | None,
+        device: torch.device,
     ) -> None:
         self.members, self.group, self._pool = tuple(members), group, pool
         self.number, self.sharding = number, sharding
@@ -83,39 +98,49 @@ class Bucket:
                 elements += layout.elements
         self.elements, self.padded_elements = elements, padded_elements(elements, group.size)
         self._gathering: Work | None = None
-        self._place_parameters(fill)
+        self._place_parameters(fill, device)
         self._make_states(accumulate_dtype, master_dtype)
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
         self.pending = 0
         self.reduced_once = False
 
     @torch.no_grad()
-    def _place_parameters(self, fill: Fill | None) -> None:
-        first = self.members[0]
-        self.parameters = torch.zeros(self.padded_elements, dtype=first.dtype, device=first.device)
+    def _place_parameters(self, fill: Fill | None, device: torch.device) -> None:
+        # What is sharded gets its memory here and never as a whole, unless the members have values of their own:
+        # where parameters are freed between uses, only their places are made, and freed before anybody writes there.
+        made = self.members[0].device.type != "meta"
+        kept = made or not self.sharding.parameters
+        allocate = torch.zeros if kept else torch.empty
+        self.parameters = allocate(self.padded_elements, dtype=self.members[0].dtype, device=device)
         for member, offset in zip(self.members, self._offsets, strict=True):
             place = self.parameters[offset : offset + member.numel()].view(member.shape)
-            if fill is None:
+            if made and fill is None:
                 place.copy_(member.data)
-            # The parameter stays the same object, so layers, hooks and ties know nothing of buckets; what it was made
-            # with is let go of here, one at a time.
-            member.data = place
-        if fill is not None:
-            for offset, layout in self._pieces:
-                piece = self.parameters[offset : offset + layout.elements]
-                fill(layout, piece.view(layout.local_shape))
-
-    @torch.no_grad()
-    def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+            _place(member, place)
         self.start, self.stop = 0, self.padded_elements
         if self.sharding.states:
             self.start, self.stop = shard_range(self.padded_elements, self.group.size, self.group.rank)
         self.shard = self.parameters[self.start : self.stop]
         if self.sharding.parameters:
-            self.shard = self.shard.clone()  # its own memory: the whole is freed
+            # its own memory: the whole is freed
+            self.shard = self.shard.clone() if kept else torch.zeros_like(self.shard)
+        self.segments = cut_segments(self._pieces, self.start, self.stop)
+        if fill is not None:
+            self._fill(fill)
+
+    def _fill(self, fill: Fill) -> None:
+        """Each replica fills its own part; those that hold all get the others' from them. Collective on `group`."""
+        start, stop = shard_range(self.padded_elements, self.group.size, self.group.rank)
+        own = self.shard[start - self.start : stop - self.start]
+        for segment in cut_segments(self._pieces, start, stop):
+            fill(segment.layout, own[segment.start : segment.stop], segment.first)
+        if not self.sharding.parameters:
+            self.group.all_gather(self.parameters, own, label=self._label("first values"))
+
+    @torch.no_grad()
+    def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
         # In 32 or 64 bits the update works on the parameters themselves: nothing is kept twice.
         self.master = self.shard if master_dtype == self.shard.dtype else self.shard.to(master_dtype)
-        self.segments = cut_segments(self._pieces, self.start, self.stop)
         device = self.parameters.device
         self._buffer: Tensor | None = None
         # A whole buffer is kept, and a shard reduced in place; where gradients are sharded the buffer is borrowed from
@@ -128,8 +153,6 @@ class Bucket:
         self.slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
         for member, slot in zip(self.members, self.slots, strict=True):
             give_slot(member, slot)
-        if self.sharding.parameters:
-            self.release()
 
     def _place_finder(self, index: int) -> Callable[[], Tensor]:
         # A finder, not a view: a borrowed buffer is another one in each microbatch.

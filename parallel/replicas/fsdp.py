@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from triaxis.parallel.layers.declare import declared, pieces
+from triaxis.parallel.layers.declare import declared
 from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.places.layout import ParameterLayout
 from triaxis.parallel.programs.program import MemoryKind
@@ -98,7 +98,7 @@ class FsdpDataParallel:
     """The data-parallel state of a rank's modules (one per pipeline chunk), sharded by torch.
 
     wrap: classes whose modules are units; a module that shares a parameter with another belongs to the root unit
-    fill: gives each piece its initial values before its parameter is sharded; None keeps the present values
+    fill: gives each rank's rows their initial values once they are sharded; None keeps the present values
     accumulate_dtype: in which gradients add up and are reduced; None is the master weights' precision
     Gradients are summed, not averaged: the loss carries its scale.
     """
@@ -122,7 +122,8 @@ class FsdpDataParallel:
         self.buckets: list[FsdpShard] = []
         for module in modules:
             layouts = list(declared(module).values())
-            policy = _widen(module, accumulate_dtype, fill)
+            dtype = next(module.parameters()).dtype
+            policy = _widen(module, accumulate_dtype)
             units = [
                 unit
                 for unit, own in group_parameters(module, wrap)[1:]
@@ -133,12 +134,17 @@ class FsdpDataParallel:
                 root.set_gradient_divide_factor(1.0)
                 root.set_force_sum_reduction_for_comms(True)
             self._roots.append(root)
-            self.buckets += [
+            _give_memory(module, mesh.world.device)
+            shards = [
                 FsdpShard(number, parameter, pieces, mesh.dp)
                 for number, (parameter, pieces) in enumerate(
                     zip(module.parameters(), layouts, strict=True), start=len(self.buckets)
                 )
             ]
+            if fill is not None:
+                for shard in shards:
+                    _fill(shard, fill, dtype)
+            self.buckets += shards
 
     @property
     def reductions_under_way(self) -> int:
@@ -210,20 +216,31 @@ class FsdpDataParallel:
 
 
 @torch.no_grad()
-def _widen(
-    module: nn.Module, accumulate_dtype: torch.dtype | None, fill: Fill | None
-) -> MixedPrecisionPolicy:
-    """Fills the parameters and makes them master weights; torch casts them back to the model's precision."""
+def _widen(module: nn.Module, accumulate_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Makes the parameters master weights; torch casts them back to the model's precision."""
     declarations = declared(module)
     dtype = next(iter(declarations)).dtype
     master = torch.promote_types(dtype, torch.float32)
-    for parameter, layouts in declarations.items():
-        if fill is not None:
-            for layout, piece in pieces(parameter.data, layouts):
-                fill(layout, piece)
+    for parameter in declarations:
         parameter.data = parameter.data.to(master)
     return MixedPrecisionPolicy(
         param_dtype=None if dtype == master else dtype,
         reduce_dtype=accumulate_dtype or master,
         cast_forward_inputs=False,
     )
+
+
+@torch.no_grad()
+def _give_memory(module: nn.Module, device: torch.device) -> None:
+    """Gives this rank's rows of parameters that were sharded without memory theirs, as zeros."""
+    module._apply(lambda held: torch.zeros_like(held, device=device) if held.device.type == "meta" else held)
+
+
+@torch.no_grad()
+def _fill(shard: FsdpShard, fill: Fill, dtype: torch.dtype) -> None:
+    """First values of this rank's rows, rounded to the model's precision as everywhere."""
+    for segment in shard.segments:
+        run = shard.master[segment.start : segment.stop]
+        rounded = run.to(dtype)
+        fill(segment.layout, rounded, segment.first)
+        run.copy_(rounded)

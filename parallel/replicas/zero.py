@@ -60,7 +60,8 @@ def _member(parameter: nn.Parameter, layouts: Layouts, unit: int) -> Member:
 class ZeroDataParallel:
     """The data-parallel state of a rank's modules (one per pipeline chunk).
 
-    fill: gives each piece its initial values once it has its place in a bucket; None keeps the present values.
+    fill: gives each rank's part its initial values once it has its place in a bucket; None keeps the present values.
+    Parameters on "meta" get their memory on the mesh's device, a bucket at a time, and never more than is kept of it.
     In each optimizer step: `start_step`, then per microbatch and chunk `start_backward`, backward and
     `finish_backward`, then `synchronize_gradients`, the update of every bucket's `master`, and `publish`.
     Gradients are summed, not averaged: the loss carries its scale.
@@ -131,14 +132,14 @@ class ZeroDataParallel:
             master_dtype=master,
             pool=self._pool,
             fill=self._fill,
+            device=self._mesh.world.device,
         )
 
     def _hook_gradients(self, bucket: Bucket, unit: Unit | None) -> None:
         # A parameter's gradient is whole when autograd is done with its AccumulateGrad node: however often the
         # parameter was used, the node comes once, after the last use. The node is found behind any view of the
-        # parameter, and a view needs the storage, which stage 3 has freed: hence the gather. A list keeps the nodes
-        # alive, since a parameter alone holds its node by a weak reference and would come back with a new one.
-        bucket.gather()
+        # parameter, and a view needs the storage, which stage 3 frees from here on. A list keeps the nodes alive, since
+        # a parameter alone holds its node by a weak reference and would come back with a new one.
         for member in bucket.members:
             node = member.expand_as(member).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             node.register_hook(self._completion(unit, bucket, member))  # type: ignore[union-attr]

@@ -103,7 +103,7 @@ def test_looking_at_checkpoints_needs_no_torch() -> None:
     names = (
         "engine.checkpoint.folder",
         "engine.checkpoint.manifest",
-        "engine.checkpoint.rectangles",
+        "parallel.places.rectangles",
         "launch.checkpoint",
     )
     lines = ["import sys", *(f"import triaxis.{name}" for name in names), "assert 'torch' not in sys.modules"]

@@ -27,12 +27,12 @@ from triaxis.engine.checkpoint.folder import (
     complete_checkpoints,
 )
 from triaxis.engine.checkpoint.manifest import read_manifest
-from triaxis.engine.checkpoint.rectangles import cut_rectangles
 from triaxis.engine.checkpoint.states import held_states
 from triaxis.engine.checkpoint.store import CheckpointError, CheckpointStore
 from triaxis.engine.checkpoint.stored import StoredTensors
 from triaxis.engine.step import TrainingStep
 from triaxis.launch.checkpoint import main
+from triaxis.parallel.places.rectangles import cut_rectangles
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.thread import run_threads
 

@@ -17,13 +17,13 @@ from tests.checkpointing import forge, on_ranks, save_steps, state_at
 from triaxis.engine.checkpoint.assignment import DTYPES
 from triaxis.engine.checkpoint.folder import FOLDER, MANIFEST, complete_checkpoints
 from triaxis.engine.checkpoint.manifest import CheckpointError, read_manifest
-from triaxis.engine.checkpoint.rectangles import covers_once, cut_rectangles
 from triaxis.engine.checkpoint.schema import ITEM_BYTES
 from triaxis.engine.checkpoint.stored import StoredTensors
 from triaxis.engine.config import RunConfig
 from triaxis.engine.run.resume import find_start
 from triaxis.launch.checkpoint import main
 from triaxis.launch.directory import LOCK_NAME, claim_directory, hold_directory
+from triaxis.parallel.places.rectangles import covers_once, cut_rectangles
 
 NORM = "exp_avg/model.norm.weight"
 SHARD = "shard-00000.safetensors"

@@ -152,7 +152,7 @@ def loaded(world: World, folder: Path, *, sequence_parallel: bool = False) -> St
     weights = filler(open_weights(folder, model))
     fill_module(stage, weights)
     for layout, state in states_of(stage):
-        weights(layout, state)
+        weights(layout, state.view(-1), 0)
     return stage
 
 

@@ -15,7 +15,7 @@ from triaxis.parallel.layers.declare import declare_replicated, declared
 from triaxis.parallel.places.layout import ParameterLayout, slab
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.replicas import initialize
-from triaxis.parallel.replicas.initialize import initialize_piece, normal_elements
+from triaxis.parallel.replicas.initialize import normal_elements, random_values
 
 SHAPE = (4, 6, 5)
 CUTS = [
@@ -42,7 +42,7 @@ def piece(
         std=0.5,
     )
     values = torch.full(local_shape, torch.nan, dtype=torch.float64)
-    initialize_piece(layout, values, seed=3)
+    random_values(3)(layout, values.view(-1), 0)
     return layout, values
 
 

@@ -32,7 +32,7 @@ from triaxis.parallel.places.layout import (
     slab,
 )
 from triaxis.parallel.places.topology import Topology
-from triaxis.parallel.replicas.initialize import initialize_piece
+from triaxis.parallel.replicas.initialize import random_values
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import Mesh, build_mesh
@@ -145,7 +145,7 @@ class Training:
             stage=row.zero,
             wrap=(Layer,) if row.units else (),
             bucket_elements=row.bucket_elements,
-            fill=functools.partial(initialize_piece, seed=seed),
+            fill=random_values(seed),
         )
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, RULE)
 

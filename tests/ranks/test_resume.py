@@ -18,6 +18,7 @@ from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_m
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
+from triaxis.parallel.replicas import initialize
 
 LAYOUTS: list[Any] = [
     pytest.param(
@@ -64,6 +65,17 @@ def test_two_halves_are_the_whole(
     assert rows(parts) == rows(whole)
     assert last_state(parts) == last_state(whole)
     assert dataclasses.replace(second, directory=whole) == straight
+
+
+def test_no_value_is_made_that_a_checkpoint_replaces(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = {**flags, "output_dir": str(tmp_path), "steps": 4, "dp": 2, "zero": 2, "dtype": "bf16"}
+    run({**common}, ask_at=2)
+    monkeypatch.delattr(initialize, "normal_elements")
+    with pytest.raises(NameError, match="normal_elements"):
+        run({**common, "output_dir": str(tmp_path / "anew")})
+    assert run({**common, "resume": "auto"}).steps == 4
 
 
 @pytest.mark.parametrize("step", [7, 8, 9])

@@ -292,3 +292,30 @@ def test_tied_embedding_gradients_are_summed_over_stages_and_data_ranks(zero: in
 
     for gradient in run_threads(4, main):
         assert torch.equal(gradient, torch.full_like(gradient, 34.0))
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_each_value_is_made_by_one_rank(zero: int) -> None:
+    """A module that was made without memory: every rank fills its part, and all hold the same whole."""
+    dp = 3
+
+    def main(world: World) -> tuple[dict[str, Tensor], int]:
+        mesh = build_mesh(world, Topology(dp=dp))
+        with torch.device("meta"):
+            net = Net()
+        declare_replicated(net, mesh.tp.rank)
+        filled = 0
+
+        def fill(layout: ParameterLayout, run: Tensor, first: int) -> None:
+            nonlocal filled
+            filled += run.numel()
+            run.copy_(torch.arange(first, first + run.numel()) + len(layout.name) / 100)
+
+        parallel = ZeroDataParallel([net], mesh, stage=zero, wrap=(Layer,), bucket_elements=100, fill=fill)
+        return held(net, parallel), filled
+
+    ranks = run_threads(dp, main)
+    assert sum(filled for _, filled in ranks) == sum(parameter.numel() for parameter in Net().parameters())
+    for weights, _ in ranks:
+        for name, weight in weights.items():
+            assert torch.equal(weight.view(-1), torch.arange(weight.numel()) + len(name) / 100), name
