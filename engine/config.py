@@ -94,6 +94,8 @@ class RunConfig:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
 
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    deterministic: bool = False
     dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
     accumulate_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     offload_optimizer: Literal["none", "cpu"] = "none"

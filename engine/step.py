@@ -24,7 +24,7 @@ from triaxis.parallel.layers.declare import states_of
 from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.pipeline.executor import PipelineExecutor
-from triaxis.parallel.pipeline.lowering import lower
+from triaxis.parallel.pipeline.lowering import links, lower
 from triaxis.parallel.pipeline.orders import make_schedule
 from triaxis.parallel.pipeline.schedule import Action, Kind, looped
 from triaxis.parallel.replicas.data_parallel import DataParallel
@@ -187,9 +187,11 @@ class TrainingStep:
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
         tokens = plan.microbatch_size * plan.sequence_length
+        programs = lower(schedule)
+        self._links = links(programs)
         self.pipeline = PipelineExecutor(
             mesh.pp,
-            lower(schedule)[mesh.pp.rank],
+            programs[mesh.pp.rank],
             [_Chunk(stage, index, self) for index, stage in enumerate(self.stages)],
             placement=schedule.placement,
             activation_shape=(
@@ -199,6 +201,12 @@ class TrainingStep:
             dtype=dtype,
             device=mesh.world.device,
         )
+
+    def connect(self) -> None:
+        """Opens every connection that the first step would open. Collective; the end of the set-up."""
+        self.mesh.connect()
+        self.pipeline.connect(self._links)
+        self.mesh.world.settle()
 
     def train(
         self, batches: Sequence[Batch], learning_rate: float, most_norm: float = math.inf

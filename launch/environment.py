@@ -87,7 +87,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         raise LaunchError(f"`RANK` must be less than WORLD_SIZE {size}, but is {rank}; start with torchrun")
     if not 0 < port < 65536:
         raise LaunchError(f"`MASTER_PORT` must be from 1 to 65535, but is {port}; choose a free port")
-    local_rank = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
+    # without torchrun's own variable Slurm's; else one machine is meant
+    place = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if environment.get(name)), "RANK")
+    local_rank = _number(environment, place)
     local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else size
     if environment.get("LOCAL_WORLD_SIZE") and local_rank >= local_size:
         raise LaunchError(

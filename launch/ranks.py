@@ -22,6 +22,7 @@ from triaxis.engine.faults.interruption import Interruption
 from triaxis.engine.faults.presence import dead_ranks
 from triaxis.engine.faults.replicas import ReplicaError
 from triaxis.engine.faults.supervision import Supervision
+from triaxis.engine.faults.watchdog import STORAGE_PATIENCE
 from triaxis.engine.run.trainer import Summary, train
 from triaxis.launch.directory import REQUEUE_NAME
 from triaxis.launch.ending import Exit, printable, refuse
@@ -65,6 +66,8 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
             local_rank=launch.local_rank,
             timeout_seconds=config.timeout_seconds,
             operation_seconds=max(config.timeout_seconds, config.hang_timeout + PATIENCE_SECONDS),
+            setup_seconds=STORAGE_PATIENCE * config.hang_timeout + PATIENCE_SECONDS,
+            device=config.device,
             address=_address(launch),
             start=launch.run_id,
         )
@@ -80,6 +83,8 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
     except RuntimeError as error:
         _tell(error, place, report, expected=True)
         return Exit.FAILED
+    if config.deterministic and world.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
     if launch.size > 1:
         warnings.showwarning = _warns(place)
     try:

@@ -17,6 +17,7 @@ from triaxis.launch.directory import claim_directory
 from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command
 from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch, speaks
 from triaxis.launch.flags import parse_flags
+from triaxis.launch.gpu_environment import gpu_environment
 from triaxis.launch.hub import local_model
 
 SPEAKER_SECONDS = 5.0
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # its warnings are screens of frames; errors are told
+    if config.device != "cpu" and not config.simulate:
+        os.environ.update(gpu_environment(os.environ, deterministic=config.deterministic))
     from triaxis.engine.run.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 

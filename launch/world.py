@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from triaxis.launch.environment import read_launch
+from triaxis.parallel.worlds.device import DeviceKind
 from triaxis.parallel.worlds.process import ProcessWorld, open_process_world
 
 
 @contextmanager
-def open_world(*, timeout_seconds: float = 600.0, device: str | None = None) -> Iterator[ProcessWorld]:
+def open_world(*, timeout_seconds: float = 600.0, device: DeviceKind = "auto") -> Iterator[ProcessWorld]:
     """Joins the processes that a launcher started, and closes the world at the block's end. Collective.
 
-    timeout_seconds: a collective that waits longer fails; device: "cpu", or by default a GPU where there is one
+    timeout_seconds: a collective that waits longer fails; device: "cpu", "cuda", or by default a GPU where there is one
     """
     launch = read_launch(os.environ)
     world = open_process_world(

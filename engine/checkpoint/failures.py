@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from triaxis.engine.checkpoint.manifest import CheckpointError, SaveError, damaged
 from triaxis.parallel.places.legal_values import counted
 from triaxis.parallel.worlds.agreement import gather_json
-from triaxis.parallel.worlds.group import Group
+from triaxis.parallel.worlds.mesh import Mesh
 
 T = TypeVar("T")
 FAILURES_NAMED = 4
@@ -42,7 +40,7 @@ def save_failure(step: int, name: str, cause: str, number: int) -> SaveError:
     )
 
 
-def together(group: Group, device: torch.device, name: str, work: Callable[[], T], path: Path) -> T:
+def together(mesh: Mesh, name: str, work: Callable[[], T], path: Path) -> T:
     """This rank's result, if no rank failed to read `path`; else CheckpointError on all. Collective.
 
     name: of this rank, for the message
@@ -56,7 +54,8 @@ def together(group: Group, device: torch.device, name: str, work: Callable[[], T
     except OSError as cause:
         unread = damaged(path, "", f"cannot be read ({cause})")
         failure = name, str(unread), str(unread.previous or "")
-    failures: list[Any] = gather_json(group, failure, device)
+    mesh.world.wait_for_all("checkpoint read")
+    failures: list[Any] = gather_json(mesh.everyone, failure, mesh.world.device)
     told = [answer for answer in failures if answer is not None]
     if told:
         _, text, previous = told[0]

@@ -13,7 +13,6 @@ taken away only if its name and everything in it are a run's own; what is in the
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from triaxis.engine.faults.locks import Locked, lock
 from triaxis.engine.plain_files import kind_of, read_plain
 
 FOLDER = "checkpoints"
@@ -173,9 +173,7 @@ def foreign_in(path: Path) -> str | None:
 
 def _remove_unread(path: Path) -> bool:
     with read_plain(path / MANIFEST) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if lock(file) is Locked.TAKEN:
             return False
         _remove(path)
     return True
@@ -203,7 +201,7 @@ def discard_folder(path: Path) -> None:
 def reading(path: Path) -> Iterator[None]:
     """Marks a checkpoint as being read: it is not pruned meanwhile."""
     with read_plain(path / MANIFEST) as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        lock(file, shared=True, wait=True)
         yield
 
 

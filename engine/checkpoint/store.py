@@ -183,6 +183,7 @@ class CheckpointStore:
         if save is None:
             return None
         error = save.written.exception()
+        self._step.mesh.world.wait_for_all("checkpoint written")
         self._planner.unstage()
         if error is not None and not isinstance(error, OSError):
             raise error
@@ -247,8 +248,8 @@ class CheckpointStore:
             def read() -> None:
                 reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner)
 
-            manifest = together(self._group, self._device, self._own_name, prepare, path)
-            together(self._group, self._device, self._own_name, read, path)
+            manifest = together(self._step.mesh, self._own_name, prepare, path)
+            together(self._step.mesh, self._own_name, read, path)
         self._step.optimizer.resume_at(manifest.optimizer_steps)
         self._step.data_parallel.publish()
         self._current = path

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
 from contextlib import suppress
 from pathlib import Path
+
+from triaxis.engine.faults.locks import Locked, lock
 
 PREFIX = ".alive-"
 SIGN = re.compile(r"\.?rank-\d+")
@@ -25,9 +26,9 @@ class Presence:
         self.folder.mkdir(parents=True, exist_ok=True)
         draft = self.folder / f".rank-{rank}"
         self._file = draft.open("w", encoding="utf-8")
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._file.write(socket.gethostname())
-        self._file.flush()
+        if lock(self._file) is Locked.HELD:  # without locks a rank names no machine, and is never called dead
+            self._file.write(socket.gethostname())
+            self._file.flush()
         self._path = self.folder / f"rank-{rank}"
         draft.replace(self._path)  # locked before anyone can see it
 
@@ -49,9 +50,9 @@ def is_dead(folder: Path, rank: int) -> bool:
         with (folder / f"rank-{rank}").open(encoding="utf-8") as file:
             if file.read() != socket.gethostname():
                 return False
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return os.fstat(file.fileno()).st_nlink > 0  # else it left in peace just now
-    except OSError:  # it never came, has left in peace, or holds its lock
+            free = lock(file, shared=True) is Locked.HELD
+            return free and os.fstat(file.fileno()).st_nlink > 0  # else it left in peace just now
+    except OSError:  # it never came, or has left in peace
         return False
 
 

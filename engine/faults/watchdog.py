@@ -1,6 +1,6 @@
 """A thread per rank that ends a run in which nothing moves any more, and says where every rank stood.
 
-moves     a communication was begun, or the trainer came to another step or phase
+moves     a communication was begun, or the trainer came to another step, phase or microbatch
 a hang    no move for the timeout: the first rank to notice marks it, all who live write down where they are
 a death   the next rank is gone (its lock is free), and this one has not moved for some seconds either
 """
@@ -86,7 +86,8 @@ class Watchdog:
         while not self._closed.wait(self._interval_seconds):
             still_seconds = self._still_seconds()
             patience = STORAGE_PATIENCE if not self._step or self._phase == "saving" else 1
-            if still_seconds > self._timeout_seconds * patience or self._mark.exists():
+            marked = still_seconds > min(LOST_SECONDS, self._timeout_seconds) and self._mark.exists()
+            if still_seconds > self._timeout_seconds * patience or marked:
                 self._report_hang(still_seconds)
             elif still_seconds > LOST_SECONDS and self._failure.exists():
                 self._finish(None)
@@ -100,7 +101,8 @@ class Watchdog:
 
     def _still_seconds(self) -> float:
         operations = sum(group.operations for group in list(self._mesh.groups.values()))
-        now, seen = time.monotonic(), (self._step, self._phase, operations)
+        position = None if self._training is None else self._training.position
+        now, seen = time.monotonic(), (self._step, self._phase, operations, position)
         if seen != self._seen:
             self._seen, self._moved_seconds = seen, now
         return now - self._moved_seconds

@@ -76,12 +76,13 @@ def restore(
     check_same_run(state, config, resolved)
     check_same_inputs(state, inputs, resolved.data)
     here = rounding(config, resolved, training.mesh.world)
-    check_replay(state, replay(training, stored_row(state)), here, config.dtype, path)
+    note = check_replay(state, replay(training, stored_row(state)), here, config.dtype, path)
     loaded = (
         f"resumed at step {state.step} from {path}: all {store.tensors} tensors, and the stored row's loss"
     )
-    for line in (loaded, *told_changes(state, config, resolved), *changed_inputs(state, inputs)):
-        say(line)
+    for line in (loaded, note, *told_changes(state, config, resolved), *changed_inputs(state, inputs)):
+        if line is not None:
+            say(line)
     if training.mesh.world.rank == 0:
         _set_newer_aside(run_directory(config), path, config, say)
     return state

@@ -77,18 +77,38 @@ def rounding(config: RunConfig, resolved: ResolvedRun, world: World) -> dict[str
         "device": device,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        **(gpu_rounding(config.deterministic) if world.device.type == "cuda" else {}),
     }
 
 
-def check_replay(state: RunState, found: float, here: dict[str, object], dtype: str, path: Path) -> None:
-    """Raises CheckpointError unless the replayed loss is the saved one, to the bit where sums are rounded alike."""
+def gpu_rounding(deterministic: bool) -> dict[str, object]:
+    """What else decides on GPUs; without `deterministic` NCCL and kernels choose anew each time."""
+    return {
+        "deterministic": deterministic,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": str(torch.cuda.nccl.version()),
+    }
+
+
+def repeats(rounding: dict[str, object]) -> bool:
+    """Whether the same program rounds alike each time: on CPUs always, on GPUs with --deterministic."""
+    return bool(rounding.get("deterministic", True))
+
+
+def check_replay(
+    state: RunState, found: float, here: dict[str, object], dtype: str, path: Path
+) -> str | None:
+    """Raises CheckpointError unless the replayed loss is the saved one, to the bit where sums are rounded alike.
+
+    Where they need not be, says by how much it differs.
+    """
     saved = state.eval_loss
-    if saved is None:
-        return
-    exact = here == state.extra.get("rounding")
-    bound = 0.0 if exact else TOLERANCE[dtype] * abs(saved)
-    if found == saved or abs(found - saved) <= bound or (found != found and saved != saved):
-        return
+    if saved is None or found == saved or (found != found and saved != saved):
+        return None
+    exact = repeats(here) and here == state.extra.get("rounding")
+    if not exact and abs(found - saved) <= TOLERANCE[dtype] * abs(saved):
+        return f"the stored row's loss is {found!r} here and was {saved!r}: sums are rounded in another order"
     previous = previous_checkpoint(path)
     way_out = (
         f"--resume {previous} goes on from the checkpoint before it, also in the same --output-dir"

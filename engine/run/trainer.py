@@ -83,6 +83,7 @@ def train(
             training = TrainingStep(plan, mesh, first_values(config, resolved))
         else:  # whatever values it had would be loaded over
             training = TrainingStep(dataclasses.replace(plan, seed=None), mesh)
+        training.connect()
         watch.watch_pipeline(training)
         return _Run(config, resolved, training, inputs, supervision, watch).go(path)
 

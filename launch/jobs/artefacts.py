@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from triaxis.launch.gpu_environment import DEFAULTS, DETERMINISTIC
 from triaxis.launch.jobs.sbatch import render_sbatch
 from triaxis.launch.writing import check_target, write_text
 
@@ -16,6 +17,7 @@ PROGRAM = "triaxis.launch.train"
 SHUTDOWN_SECONDS = 240
 """How long torchrun leaves its ranks to save after SIGTERM, before it kills them."""
 
+CPUS_PER_GPU = 8
 GRACE_SECONDS = SHUTDOWN_SECONDS + 60
 
 
@@ -112,7 +114,7 @@ def torchrun_script(job: Job) -> str:
             "head=${1:?give the name of the first node}",
             "node=${2:?give the number of this node: 0 on the first}",
         ]
-    lines += [*job.setup, *_exports(job.environment)]
+    lines += [*job.setup, *_exports(_environment(job))]
     shell = {"@HEAD@": '"$head"', "@NODE@": '"$node"'}
     command = _folded(_torchrun(job, "@HEAD@", "@NODE@", 29500), 4, shell)
     return "\n".join([*lines, f"exec {command}"]) + "\n"
@@ -126,7 +128,7 @@ def slurm_script(
     job: Job,
     *,
     time: str = "24:00:00",
-    cpus_per_gpu: int = 8,
+    cpus_per_gpu: int = CPUS_PER_GPU,
     partition: str | None = None,
     account: str | None = None,
     warning_seconds: int = GRACE_SECONDS,
@@ -159,17 +161,22 @@ def slurm_script(
         **({"partition": partition} if partition else {}),
         **({"account": account} if account else {}),
     }
-    environment = {"OMP_NUM_THREADS": str(cpus_per_gpu), **NCCL, **job.environment}
     return render_sbatch(
         options=options,
-        setup=(*_exports(environment), *job.setup),
+        setup=(*_exports(_environment(job, cpus_per_gpu)), *job.setup),
         command=_folded(words[1:], 8, shell),
         restarts=job.max_restarts,
     )
 
 
-NCCL = {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "0"}
-"""Failures of the network are told; InfiniBand is used where there is any. Card and interface: --env NCCL_IB_HCA=…"""
+NETWORK = {"NCCL_IB_DISABLE": "0"}
+"""InfiniBand is used where there is any. Card and interface: --env NCCL_IB_HCA=…"""
+
+
+def _environment(job: Job, cpus_per_gpu: int = CPUS_PER_GPU) -> dict[str, str]:
+    """What every rank finds: torchrun alone would leave it one thread."""
+    fixed = DETERMINISTIC if "--deterministic" in job.flags else {}
+    return {"OMP_NUM_THREADS": str(cpus_per_gpu), **DEFAULTS, **NETWORK, **fixed, **job.environment}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +285,7 @@ def _pod(job: Job, cluster: Cluster, container: str) -> dict[str, Any]:
                 "image": cluster.image,
                 "command": list(command),
                 "workingDir": cluster.mount,
-                "env": [{"name": key, "value": value} for key, value in {**NCCL, **job.environment}.items()],
+                "env": [{"name": key, "value": value} for key, value in _environment(job).items()],
                 "resources": {"limits": {"nvidia.com/gpu": job.gpus_per_node}},
                 "volumeMounts": [
                     {"name": "data", "mountPath": cluster.mount},

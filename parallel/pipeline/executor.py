@@ -99,6 +99,15 @@ class PipelineExecutor:
             Kind.WEIGHT: self._weight,
         }
 
+    def connect(self, links: Sequence[tuple[int, int]]) -> None:
+        """A message over every link (sender, receiver) of the pipeline, one after the other; see `Mesh.connect`."""
+        for sender, receiver in links:
+            token = torch.zeros(1, device=self.device)
+            if self.group.rank == sender:
+                self.group.isend(token, receiver, label="connection").wait()
+            elif self.group.rank == receiver:
+                self.group.irecv(token, sender, label="connection").wait()
+
     def run(self) -> list[Tensor]:
         """One optimizer step's forwards and backwards; the detached losses, on the rank of the last stage."""
         return self._run(self.program, trains=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from triaxis.parallel.pipeline.schedule import Action, Schedule
@@ -89,6 +89,20 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
         programs[span.rank].append(Send(to_rank, span.action, label))
         _insert_early(programs[to_rank], Receive(span.rank, action, label))
     return tuple(tuple(program) for program in programs)
+
+
+def links(programs: Iterable[Program]) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom in them, in one order for all: (0, 1), (1, 0), … in a pipeline of two that trains."""
+    return tuple(
+        sorted(
+            {
+                (rank, instruction.to_rank)
+                for rank, program in enumerate(programs)
+                for instruction in program
+                if isinstance(instruction, Send)
+            }
+        )
+    )
 
 
 def _last_reductions(order: Sequence[Action]) -> frozenset[Action]:

@@ -314,6 +314,15 @@ class World(ABC):
     def check_collectives(self, on: bool) -> None:  # noqa: B027  (most worlds compare anyway)
         """Whether members compare what they ask for before each collective; threads and the trace always do."""
 
+    def give_directions(self, group: Group) -> None:  # noqa: B027  (most worlds have a queue for each pair)
+        """Lets messages to later members of the group not wait for those to earlier ones. Collective."""
+
+    def wait_for_all(self, what: str) -> None:  # noqa: B027  (most worlds wait in any operation as long as it takes)
+        """Returns when every rank has come here, however long it takes: no operation's time-out runs. Collective."""
+
+    def settle(self) -> None:  # noqa: B027  (most worlds know no time-out)
+        """The set-up, in which a rank may be late, is over: from here on operations have their usual time-out."""
+
     @abstractmethod
     def close(self) -> None:
         """Releases what the world holds."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from triaxis.parallel.places.layout import EXPERT_REPLICAS, REPLICAS
 from triaxis.parallel.places.topology import Axis, Topology
 from triaxis.parallel.worlds.group import Group, World
@@ -121,6 +123,15 @@ class Mesh:
         wholes, step = self.topology.groups(axis), size // parts
         return self.add(name, [whole[i : i + step] for whole in wholes for i in range(0, size, step)])
 
+    def connect(self) -> None:
+        """Uses every group once, in the order in which they were made. Collective.
+
+        NCCL opens connections at first use, by calls that may wait for the device; there a receive that was posted
+        early may spin until a neighbour sends that waits in such a call itself. So none is left for the first step.
+        """
+        for group in self.groups.values():
+            group.all_reduce(torch.zeros(1, device=self.world.device), label="connection")
+
     def clear_traffic(self) -> None:
         """Starts counting sent bytes anew."""
         for group in self.groups.values():
@@ -157,6 +168,7 @@ def build_mesh(world: World, topology: Topology) -> Mesh:
     partitions = {axis: topology.groups(axis) for axis in Axis}
     for axis, partition in partitions.items():
         groups[axis.value] = world.new_group(axis.value, partition)
+    world.give_directions(groups[Axis.PP.value])
     groups["ties"] = world.new_group("ties", _ends(topology))
     # Of equal axes dp comes first: what is reduced over dp × cp is told as dp where cp is one.
     shared: dict[Partition, str] = {everyone: "world"}

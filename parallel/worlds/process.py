@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import re
+import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +23,17 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from triaxis.parallel.places.topology import members_with
+from triaxis.parallel.worlds.communicators import OPTIONS, Direction, Options, is_made
+from triaxis.parallel.worlds.device import Chosen, DeviceError, DeviceKind, choose_device, device_fault
 from triaxis.parallel.worlds.failure import RankError, call_site
 from triaxis.parallel.worlds.group import Group, Partition, World
 from triaxis.parallel.worlds.meeting import Address, MeetingError, RefusedElsewhere, meet, open_store
 from triaxis.parallel.worlds.port_holder import port_holder
 from triaxis.parallel.worlds.process_group import GlooGroup, ProcessGroup
+
+FOREVER = timedelta(days=30)
+"""What waits for storage is ended by the watchdog, who knows how long that may take."""
 
 
 class ProcessWorld(World):
@@ -31,24 +41,52 @@ class ProcessWorld(World):
 
     name = "process"
 
-    def __init__(self, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        store: Store,
+        setup: timedelta,
+        operation: timedelta,
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._timeout = timeout
+        self._store, self._setup, self._operation = store, setup, operation
         self._checks = False
         self._groups: list[ProcessGroup] = []
+        self._handles: dict[tuple[Partition, Direction], dist.ProcessGroup | None] = {}
+        self._waits = 0
         self._lends_meshes = False
 
     def _new_group(self, name: str, partition: Partition) -> Group:
         kind = ProcessGroup if self.device.type == "cuda" else GlooGroup
-        own: ProcessGroup | None = None
-        for part in partition:
-            handle = self._new_handle(name, part) if len(part) > 1 else None
-            if self.rank in part:
-                own = kind(name, part, self.rank, handle)
-        assert own is not None
-        own.checked = self._checks
+        handle = self._handle(name, partition, Direction.UP)
+        own = kind(name, members_with(self.rank, partition), self.rank, handle)
+        own.partition, own.checked = partition, self._checks
         self._groups.append(own)
         return own
+
+    def give_directions(self, group: Group) -> None:
+        assert isinstance(group, ProcessGroup), "this world's groups are processes"
+        if self.device.type == "cuda":  # Gloo's messages wait for no other
+            group.downward = self._handle(group.name, group.partition, Direction.DOWN)
+
+    def wait_for_all(self, what: str) -> None:
+        """In the store, whose waits have no time-out: an operation of NCCL would end the process after its own."""
+        if self.size == 1:
+            return
+        key = f"{what} {self._waits}"
+        self._waits += 1
+        if self._store.add(f"here for {key}", 1) == self.size:
+            self._store.set(f"all for {key}", "yes")
+        self._store.wait([f"all for {key}"], FOREVER)
+
+    def settle(self) -> None:
+        for handle in {
+            id(handle): handle for handle in self._handles.values() if handle is not None
+        }.values():
+            dist.distributed_c10d._set_pg_timeout(self._operation, handle)
 
     def check_collectives(self, on: bool) -> None:
         self._checks = on
@@ -67,22 +105,53 @@ class ProcessWorld(World):
         for that, and C++ terminates. So nobody may keep a group: not ours, not a library's module (see the imports).
         """
         for group in self._groups:
-            group.handle = None
+            group.handle = group.downward = None
         self._groups.clear()
+        self._handles.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._store = HashStore()
         if self._lends_meshes:
             _forget_meshes()
 
-    def _new_handle(self, name: str, part: tuple[int, ...]) -> dist.ProcessGroup:
-        try:
-            handle: dist.ProcessGroup = dist.new_group(list(part), timeout=self._timeout)
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank}: making group '{name}' {part} at {call_site()} failed: a rank died or "
-                f"makes other groups ({_first_line(error)})"
-            ) from error
-        return handle
+    def _handle(self, name: str, partition: Partition, way: Direction) -> dist.ProcessGroup | None:
+        """Torch's group of this rank's part, made with all other parts; groups of the same ranks share one."""
+        key = partition, way
+        if key not in self._handles:
+            try:
+                self._handles[key] = self._made(name, partition, way)
+            except RuntimeError as error:
+                raise RankError(
+                    f"rank {self.rank}: making group '{name}' {members_with(self.rank, partition)} at {call_site()} "
+                    f"failed: a rank died or makes other groups ({_first_line(error)})"
+                ) from error
+        return self._handles[key]
+
+    def _made(self, name: str, partition: Partition, way: Direction) -> dist.ProcessGroup | None:
+        if not is_made(partition, way):
+            return dist.group.WORLD if len(partition) == 1 else None
+        if self.device.type == "cuda":
+            made = dist.split_group(
+                split_ranks=[list(part) for part in partition],
+                timeout=self._setup,
+                pg_options=nccl_options(OPTIONS.get(name, Options())),
+                group_desc=f"{name} {way}",
+            )
+            return made if len(members_with(self.rank, partition)) > 1 else None
+        own: dist.ProcessGroup | None = None
+        for part in partition:
+            if len(part) > 1:
+                made = dist.new_group(list(part), timeout=self._setup)
+                own = made if self.rank in part else own
+        return own
+
+
+def nccl_options(options: Options) -> Any:  # noqa: ANN401  (torch's own, which a build without NCCL has not)
+    """The same for torch."""
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.urgent)
+    if options.most_blocks is not None:
+        made.config.max_ctas = options.most_blocks
+    return made
 
 
 def open_process_world(
@@ -92,27 +161,24 @@ def open_process_world(
     local_rank: int,
     timeout_seconds: float,
     operation_seconds: float | None = None,
+    setup_seconds: float | None = None,
     address: Address | None = None,
     init_method: str | None = None,
-    device: str | None = None,
+    device: DeviceKind = "auto",
     start: str = "",
 ) -> ProcessWorld:
     """Joins the processes of a run into a world, at `address`, or as `init_method` or torch's environment has it.
 
-    timeout_seconds: how long ranks wait for each other to come; operation_seconds: in an operation, later (as long)
+    timeout_seconds: how long ranks wait for each other to come; operation_seconds: in an operation, later (as long);
+    setup_seconds: in an operation before `settle` (as long as later)
+    device: "auto" is a GPU where there is one, and all ranks must have found the same
     start: another for each start of the run; torchrun keeps its store over restarts, with the addresses of the dead
     Raises RuntimeError when the ranks cannot meet.
     """
-    on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
-    place = torch.device(device or (f"cuda:{local_rank}" if on_cuda else "cpu"))
-    if on_cuda:
-        if place.index is not None and place.index >= torch.cuda.device_count():
-            raise RuntimeError(
-                f"`LOCAL_RANK` must be less than the {torch.cuda.device_count()} GPUs of this machine, but is "
-                f"{local_rank} on rank {rank}; start one process a GPU (torchrun --nproc-per-node gpu sets it)"
-            )
-        torch.cuda.set_device(place)
-    timeout = timedelta(seconds=operation_seconds or timeout_seconds)
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    place = torch.device(choose_device(device, visible_gpus=gpus, rank=rank, local_rank=local_rank))
+    operation = timedelta(seconds=operation_seconds or timeout_seconds)
+    setup = timedelta(seconds=setup_seconds or operation_seconds or timeout_seconds)
     where = str(address) if address else (init_method or "MASTER_ADDR:MASTER_PORT").removeprefix("tcp://")
     store: Store = HashStore()
     try:
@@ -127,15 +193,45 @@ def open_process_world(
                 )
             store = PrefixStore(f"start-{start}", store)
             meet(store, where, rank=rank, size=size, seconds=timeout_seconds)
-        store.set_timeout(timeout)
+            agree_on_device(store, rank, size, place)
+        store.set_timeout(setup)
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+            "nccl" if place.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=setup,
+            device_id=_bound(place),
         )
-    except (MeetingError, RefusedElsewhere):
+    except (MeetingError, RefusedElsewhere, DeviceError):
         raise
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(_unreachable(rank, size, where, timeout_seconds, error)) from error
-    return ProcessWorld(rank, size, place, timeout)
+    return ProcessWorld(rank, size, place, store=store, setup=setup, operation=operation)
+
+
+def agree_on_device(store: Store, rank: int, size: int, place: torch.device) -> None:
+    """Before anything is made there: rank 0 looks at what all have chosen. Raises DeviceError on every rank."""
+    own = Chosen(host=socket.gethostname(), device=str(place), identity=_identity(place))
+    store.set(f"device-{rank}", json.dumps(asdict(own)))
+    if rank == 0:
+        chosen = [Chosen(**json.loads(store.get(f"device-{other}"))) for other in range(size)]
+        store.set("devices", device_fault(chosen) or "fit")
+    verdict = store.get("devices").decode()
+    if verdict != "fit":
+        raise DeviceError(verdict)
+
+
+def _identity(place: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(place).uuid) if place.type == "cuda" else ""
+
+
+def _bound(place: torch.device) -> torch.device | None:
+    """The device that NCCL connects to at once, so that groups can be split off and nothing is left for later."""
+    if place.type != "cuda":
+        return None
+    torch.cuda.set_device(place)
+    return place
 
 
 def _forget_meshes() -> None:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from triaxis.parallel.programs.operation import Operation
+from triaxis.parallel.worlds.communicators import Direction, direction
 from triaxis.parallel.worlds.failure import RankError
-from triaxis.parallel.worlds.group import Group, Request, Work
+from triaxis.parallel.worlds.group import Group, Partition, Request, Work
 from triaxis.parallel.worlds.summation import HALVES, summed
 
 COLLECTIVE_TAG = 1  # keeps the messages that make up a collective apart from those of `isend` (tag 0)
@@ -87,13 +88,20 @@ def plain_reason(error: Exception) -> str:
 
 
 class ProcessGroup(Group):
-    """A group of ranks that are processes; `handle` is torch's process group (None for a group of one)."""
+    """A group of ranks that are processes.
+
+    handle: torch's process group (None for a group of one)
+    partition: the ranks' parts, of which this group is one
+    downward: the one for messages to earlier members, where they have their own
+    """
 
     def __init__(
         self, name: str, ranks: Sequence[int], world_rank: int, handle: dist.ProcessGroup | None
     ) -> None:
         super().__init__(name, ranks, world_rank)
         self.handle = handle
+        self.downward: dist.ProcessGroup | None = None
+        self.partition: Partition = (self.ranks,)
         self.checked = False
         self._world_rank = world_rank
 
@@ -193,11 +201,16 @@ class ProcessGroup(Group):
 
     def _isend(self, request: Request, tensor: Tensor) -> Work:
         tensor, rank = tensor.detach(), self.ranks[request.peer]
-        return self._pending(request, lambda: [dist.isend(tensor, rank, group=self.handle)], tensor)
+        handle = self._queue(direction(self.rank, request.peer))
+        return self._pending(request, lambda: [dist.isend(tensor, rank, group=handle)], tensor)
 
     def _irecv(self, request: Request, tensor: Tensor) -> Work:
         tensor, rank = tensor.detach(), self.ranks[request.peer]
-        return self._pending(request, lambda: [dist.irecv(tensor, rank, group=self.handle)], tensor)
+        handle = self._queue(direction(request.peer, self.rank))
+        return self._pending(request, lambda: [dist.irecv(tensor, rank, group=handle)], tensor)
+
+    def _queue(self, way: Direction) -> dist.ProcessGroup | None:
+        return self.downward if way is Direction.DOWN and self.downward is not None else self.handle
 
     def _barrier(self, request: Request) -> None:
         def start() -> list[Any]:

@@ -73,7 +73,7 @@ class RecordingGroup(Group):
 
     def __init__(self, inner: Group, recorder: Recorder) -> None:
         super().__init__(inner.name, inner.ranks, inner.ranks[inner.rank])
-        self._inner, self._recorder = inner, recorder
+        self.inner, self._recorder = inner, recorder
 
     def _record(self, request: Request, tensor: Tensor | None, start: Callable[[], Work]) -> Work:
         row = 0 if tensor is None or not request.input_rows else math.prod(tensor.shape[1:])
@@ -100,7 +100,7 @@ class RecordingGroup(Group):
         return self._record(
             request,
             tensor,
-            lambda: self._inner.all_reduce(
+            lambda: self.inner.all_reduce(
                 tensor, largest=largest, label=request.label, bucket=request.bucket, asynchronous=True
             ),
         )
@@ -109,14 +109,14 @@ class RecordingGroup(Group):
         return self._record(
             request,
             output,
-            lambda: self._inner.all_gather(output, shard, label=request.label, asynchronous=True),
+            lambda: self.inner.all_gather(output, shard, label=request.label, asynchronous=True),
         )
 
     def _reduce_scatter(self, request: Request, shard: Tensor, whole: Tensor) -> Work:
         return self._record(
             request,
             whole,
-            lambda: self._inner.reduce_scatter(
+            lambda: self.inner.reduce_scatter(
                 shard, whole, label=request.label, bucket=request.bucket, asynchronous=True
             ),
         )
@@ -125,7 +125,7 @@ class RecordingGroup(Group):
         return self._record(
             request,
             whole,
-            lambda: self._inner.all_to_all(
+            lambda: self.inner.all_to_all(
                 output,
                 whole,
                 output_rows=request.output_rows,
@@ -139,22 +139,22 @@ class RecordingGroup(Group):
         return self._record(
             request,
             tensor,
-            lambda: self._inner.broadcast(tensor, request.peer, label=request.label, asynchronous=True),
+            lambda: self.inner.broadcast(tensor, request.peer, label=request.label, asynchronous=True),
         )
 
     def _isend(self, request: Request, tensor: Tensor) -> Work:
         return self._record(
-            request, tensor, lambda: self._inner.isend(tensor, request.peer, label=request.label)
+            request, tensor, lambda: self.inner.isend(tensor, request.peer, label=request.label)
         )
 
     def _irecv(self, request: Request, tensor: Tensor) -> Work:
         return self._record(
-            request, tensor, lambda: self._inner.irecv(tensor, request.peer, label=request.label)
+            request, tensor, lambda: self.inner.irecv(tensor, request.peer, label=request.label)
         )
 
     def _barrier(self, request: Request) -> None:
         def start() -> Work:
-            self._inner.barrier(label=request.label)
+            self.inner.barrier(label=request.label)
             return DONE
 
         self._record(request, None, start).wait()
@@ -175,6 +175,16 @@ class RecordingWorld(World):
             inner = self.inner.new_group(name, partition)
         self.recorder.wait("world", Operation.NEW_GROUP, number)
         return RecordingGroup(inner, self.recorder)
+
+    def give_directions(self, group: Group) -> None:
+        assert isinstance(group, RecordingGroup), "this world's groups record"
+        self.inner.give_directions(group.inner)
+
+    def wait_for_all(self, what: str) -> None:
+        self.inner.wait_for_all(what)
+
+    def settle(self) -> None:
+        self.inner.settle()
 
     def host_counts(self, counts: Tensor, total: int) -> list[int]:
         return self.inner.host_counts(counts, total)

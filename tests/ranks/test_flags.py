@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -85,6 +85,8 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
 """By flag: what else is given, and what is given beside that for the flag to be seen."""
 
 ELSEWHERE = {
+    "device": "ranks/test_flags.py::test_ranks_wait_as_long_and_train_where_they_are_asked",
+    "deterministic": "ranks/test_nccl.py::test_a_replayed_loss_is_exact_only_where_the_same_run_repeats",
     "offload_optimizer": "ranks/test_offload.py::test_offload_optimizer_changes_nothing_on_a_cpu",
     "offload_param": "ranks/test_offload.py::test_offload_param_changes_nothing_on_a_cpu",
     "model_name_or_path": "ranks/test_huggingface_runs.py::test_chats_and_a_folder_in_a_folder_out",
@@ -95,7 +97,7 @@ ELSEWHERE = {
     "eval_fraction": "ranks/test_corpus.py::test_a_run_evaluates_on_the_part_held_out",
     "train_inserted_think": "ranks/test_chat.py::test_a_think_block_of_the_templates_own_is_masked_or_trained_as_asked",
     "data_path": "ranks/test_flags.py::test_two_names_of_one_flag_mean_the_same",
-    "timeout_seconds": "ranks/test_flags.py::test_ranks_wait_as_long_as_asked",
+    "timeout_seconds": "ranks/test_flags.py::test_ranks_wait_as_long_and_train_where_they_are_asked",
     "output_dir": "processes/test_launch.py::test_a_layout_trains",
     "simulate": "processes/test_launch.py::test_simulated_ranks_give_the_numbers_of_processes",
     "on_save_error": "ranks/test_faults.py::test_training_goes_on_when_a_save_fails_or_stops_if_asked",
@@ -237,19 +239,27 @@ def test_two_names_of_one_flag_mean_the_same(observe: Callable[[Flags], Flags]) 
     assert found["rows"] == expected["rows"]
 
 
-def test_ranks_wait_as_long_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_ranks_wait_as_long_and_train_where_they_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, str]] = []
 
-    def opened(*, timeout_seconds: float, **_: object) -> None:
-        waits.append(timeout_seconds)
+    def opened(*, timeout_seconds: float, device: str, **_: object) -> None:
+        asked.append((timeout_seconds, device))
         raise RuntimeError("nobody came")
 
     monkeypatch.setattr(ranks, "open_process_world", opened)
     monkeypatch.setattr(ranks.signal, "signal", lambda *_: None)
     monkeypatch.setattr(ranks.signal, "set_wakeup_fd", lambda *_, **__: None)
-    for timeout_seconds in (5.0, 300.0, 1000.0):
-        config = RunConfig(timeout_seconds=timeout_seconds, output_dir=str(tmp_path / str(timeout_seconds)))
+    wanted: list[tuple[float, Literal["auto", "cuda", "cpu"]]] = [
+        (5.0, "auto"),
+        (300.0, "cpu"),
+        (1000.0, "cuda"),
+    ]
+    for timeout_seconds, device in wanted:
+        directory = str(tmp_path / device)
+        config = RunConfig(timeout_seconds=timeout_seconds, device=device, output_dir=directory)
         assert ranks.run_processes(config, resolve(config, 1), Launch()) == 1
-    assert waits == [5.0, 300.0, 1000.0]
+    assert asked == wanted
     with pytest.raises(ConfigError, match="`timeout_seconds` must be finite and more than 0"):
         resolve(RunConfig(timeout_seconds=0.0), 1)
