@@ -222,18 +222,22 @@ class TrainingStep:
             coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(
                 1.0
             )
-        skipped = self.plan.skip_bad and not bool(torch.isfinite(loss + norm) & (norm <= most_norm))
+        told = [loss, norm, coefficient, tokens.double(), *([] if auxiliary is None else [auxiliary])]
+        # The one time that the host waits for the device: for all that it needs, and only then.
+        found = self.mesh.world.host_values(torch.stack(told)) if self.plan.skip_bad else None
+        skipped = found is not None and not (math.isfinite(found[0] + found[1]) and found[1] <= most_norm)
         if not skipped:
             self.optimizer.step(learning_rate, coefficient)
             self.data_parallel.publish()
         load = self.balance.settle(move=not skipped)
+        found = found or self.mesh.world.host_values(torch.stack(told))
         return StepResult(
-            loss=float(loss),
-            grad_norm=float(norm),
-            clip_coefficient=float(coefficient),
-            trained_tokens=int(tokens),
+            loss=found[0],
+            grad_norm=found[1],
+            clip_coefficient=found[2],
+            trained_tokens=int(found[3]),
             skipped=skipped,
-            auxiliary_loss=0.0 if auxiliary is None else float(auxiliary),
+            auxiliary_loss=0.0 if auxiliary is None else found[4],
             load=load,
         )
 

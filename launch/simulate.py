@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check_target(path, name, overwrite=flags.overwrite)
     except ValueError as error:
         return refuse("simulate", error)
-    return _run(step_plan(config, resolved), resolved.topology, hardware, flags, slower, links)
+    target = "cuda" if config.device == "cuda" else "cpu"
+    return _run(step_plan(config, resolved), resolved.topology, hardware, flags, target, slower, links)
 
 
 def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
@@ -137,6 +138,7 @@ def _run(
     topology: Topology,
     hardware: Hardware,
     flags: SimulateFlags,
+    target: str,
     slower: dict[int, float],
     links: dict[int, float],
 ) -> int:
@@ -150,6 +152,7 @@ def _run(
             topology,
             hardware,
             documents=flags.documents,
+            target=target,
             slower=slower,
             links=links,
             progress=progress,

@@ -44,9 +44,13 @@ def trace_cluster(
     documents: bool = False,
     every_rank: bool = False,
     repeat: bool = True,
+    target: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Cluster:
-    """All ranks' programs of one optimizer step. progress: called with (ranks traced, ranks to trace)."""
+    """All ranks' programs of one optimizer step.
+
+    target: "cuda" for the path that a GPU takes through layers; progress: called with (ranks traced, ranks to trace)
+    """
     world_size = topology.world_size
     places = [topology.place(rank) for rank in range(world_size)]
     known = Known()
@@ -56,7 +60,9 @@ def trace_cluster(
     for done, rank in enumerate(chosen):
         if progress is not None:
             progress(done, len(chosen))
-        traced[rank] = trace_rank(plan, topology, rank, repeat=repeat, documents=documents, known=known)
+        traced[rank] = trace_rank(
+            plan, topology, rank, repeat=repeat, documents=documents, known=known, target=target
+        )
     if progress is not None:
         progress(len(chosen), len(chosen))
     groups = traced[chosen[0]].partitions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,22 +22,31 @@ from triaxis.parallel.worlds.recording import Recorder
 aten = torch.ops.aten
 FACTORIES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 LOOK_UPS = {"embedding", "index_add_", "gather", "index_select", "index"}  # touch rows, not the whole table
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount"}
+"""Operators whose result, or its size, the host needs before it goes on."""
 ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 4,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 10,
 }
+DOCUMENTS = {"_varlen_attn": 4, "_varlen_attn_backward": 10}
 """FLOPs per query, key and feature: two products forward, five backward (Dao 2023)."""
+PRODUCTS = {"mm": 2, "addmm": 3}
+"""Operands of products that may also be made in a wider dtype than theirs."""
 
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """How an operator treats its tensors. kind: plain, view, scalar, factory, resize, mutating or fresh."""
+    """How an operator treats its tensors. kind: plain, view, scalar, factory, resize, mutating or fresh.
+
+    reads: the host waits for it
+    """
 
     kind: str
     mutated: tuple[tuple[int, str], ...] = ()
     returns: int = 1
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,12 @@ class Known:
 
 
 def _operator(function: Any) -> _Operator:
+    name = function._schema.name.split("::")[1]
+    return replace(_kind_of(function, name), reads=name in READS)
+
+
+def _kind_of(function: Any, name: str) -> _Operator:
     schema = function._schema
-    name = schema.name.split("::")[1]
     if name == "resize_storage":
         return _Operator("resize")
     if name == "_local_scalar_dense":
@@ -109,6 +122,13 @@ def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         rows, heads, length, size = query.shape
         whole = ATTENTION[name] * rows * heads * length * key.shape[2] * size
         return int(whole // 2 if causal else whole)
+    if (
+        name in DOCUMENTS
+    ):  # causal; the borders lie on the device, so every document counts as long as the longest
+        query, longest = (args[1], args[8]) if name.endswith("backward") else (args[0], args[5])
+        return int(DOCUMENTS[name] * query.numel() * longest // 2)
+    if name in PRODUCTS:  # behind its operands may stand a dtype that the counter does not know
+        args = args[: PRODUCTS[name]]
     packet = getattr(aten, name.removesuffix("_"), None)  # in place, the same products
     count = flop_registry.get(packet)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
@@ -154,6 +174,8 @@ class Meter(TorchDispatchMode):
         if operator is None:
             operator = self._operators[function] = _operator(function)
         kind = operator.kind
+        if operator.reads:
+            self.recorder.host_reads.append(function._schema.name.split("::")[1])
         if kind == "view" or kind == "plain":
             return function(*args, **kwargs)
         if kind == "scalar":
@@ -224,9 +246,10 @@ class Meter(TorchDispatchMode):
             inputs = sorted(inputs, key=lambda tensor: tensor.numel())[:-1] + outputs[: name == "embedding"]
             outputs = inputs if name == "index_add_" else outputs
         answer = outputs[0] if operator.kind == "mutating" and outputs else result
+        worked = [args[PRODUCTS[name] - 1]] if name in PRODUCTS else outputs  # whatever it is written in
         compute = Compute(
             name,
-            str(outputs[0].dtype).removeprefix("torch.") if outputs else "",
+            str(worked[0].dtype).removeprefix("torch.") if worked else "",
             _flops(function, args, {k: v for k, v in kwargs.items() if k != "out"}, answer),
             _nbytes(inputs),
             _nbytes(outputs),

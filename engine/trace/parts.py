@@ -223,7 +223,7 @@ def _run(
             if stage.embedding is not None:
                 stage.embedding.register_forward_pre_hook(note)
 
-    program, step, _ = record_step(
+    program, step, *_ = record_step(
         plan,
         topology,
         world,

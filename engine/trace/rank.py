@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,11 +59,15 @@ class TracedRank:
     """One rank's program and what its data-parallel replicas differ in.
 
     partitions: every group's partition of the ranks
+    host_reads: what made the host wait for the device, each with the label of the step of the program that it was in
+    building_bytes: the most that was held while the rank's part was made
     """
 
     program: Program
     partitions: dict[str, tuple[tuple[int, ...], ...]]
     buckets: tuple[TracedBucket, ...]
+    host_reads: tuple[tuple[str, str], ...]
+    building_bytes: int
 
 
 class Tape:
@@ -71,6 +76,7 @@ class Tape:
     def __init__(self, recorder: Recorder, meter: Meter) -> None:
         self.recorder, self.meter = recorder, meter
         self.steps: list[Step] = []
+        self.host_reads: list[tuple[str, str]] = []
         self._first = self._first_change = 0
         self._issued: dict[tuple[str, Operation], int] = {}
         self._issued_before: dict[int, dict[tuple[str, Operation], int]] = {}
@@ -83,6 +89,8 @@ class Tape:
         self._issued_before[id(segment)] = self._issued
         self._issued = dict(self.recorder.issued)
         self._first, self._first_change = len(self.recorder.events), len(self.meter.changes)
+        self.host_reads += [(label, what) for what in self.recorder.host_reads]
+        self.recorder.host_reads.clear()
         if events or memory.places:
             self.steps.append(Step(label, segment))
         return segment
@@ -255,7 +263,8 @@ def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
     shape = plan.microbatch_size, plan.sequence_length
     rows = range(0, plan.microbatch_size * plan.sequence_length, plan.sequence_length)
     halves = sorted({border for row in rows for border in (row, row + plan.sequence_length // 2)})
-    packed = Documents(borders=(*halves, plan.microbatch_size * plan.sequence_length))
+    borders = (*halves, plan.microbatch_size * plan.sequence_length)
+    packed = Documents(borders=borders, starts=torch.empty(len(borders), dtype=torch.int32))
 
     def ids() -> Tensor:
         return torch.empty(shape, dtype=torch.int64)
@@ -270,6 +279,16 @@ def _no_values(layout: ParameterLayout, run: Tensor, first: int) -> None:
     """Stands for a run's first values: dry, there are none, but replicas send them to each other all the same."""
 
 
+class Recorded(NamedTuple):
+    """What a rank did, the step that did it, the meter that saw it; the rest as in `TracedRank`."""
+
+    program: Program
+    step: TrainingStep
+    meter: Meter
+    host_reads: tuple[tuple[str, str], ...]
+    building_bytes: int
+
+
 def record_step(
     plan: StepPlan,
     topology: Topology,
@@ -281,7 +300,7 @@ def record_step(
     known: Known | None = None,
     watch: Callable[[TrainingStep, Recorder], None] | None = None,
     updates: bool = True,
-) -> tuple[Program, TrainingStep, Meter]:
+) -> Recorded:
     """The program of the world's rank in a step of a run under way (its second): events, bytes, rules.
 
     watch: is given the step before it runs, to hook what it wants to see, and the recorder of its events
@@ -294,6 +313,7 @@ def record_step(
         tape = Tape(recorder, meter)
         mesh = build_mesh(world, topology)
         step = TrainingStep(plan, mesh, _no_values if dry else None)
+        building_bytes = max(accumulate(delta for _, _, delta in meter.changes), default=0)
         setup = Segment(tuple(e for e in recorder.events if isinstance(e, Communicate | Wait)))
         classify(step, meter)
         for number in meter.alive:
@@ -322,7 +342,7 @@ def record_step(
         step.pipeline.chunks, step.losses = (), ()  # a step's losses are kept for whoever asks after it
         tape.cut(UPDATE, MemoryKind.TEMPORARIES)
     program = Program((Step(SETUP, setup), *tape.steps), gradient_rules(step), held)
-    return program, step, meter
+    return Recorded(program, step, meter, tuple(tape.host_reads), building_bytes)
 
 
 def rank_layouts(plan: StepPlan, topology: Topology, rank: int) -> tuple[tuple[ParameterLayout, ...], ...]:
@@ -349,14 +369,15 @@ def trace_rank(
     repeat: bool = True,
     documents: bool = False,
     known: Known | None = None,
+    target: str = "cpu",
 ) -> TracedRank:
     """What `rank` does in one step, without any other rank, data or memory. fully_shard cannot be traced.
 
-    known: calls understood while other ranks were traced
+    known: calls understood while other ranks were traced, on the same target: "cuda" takes the path of GPUs
     """
-    world = TraceWorld(rank, topology.world_size)
+    world = TraceWorld(rank, topology.world_size, target=target)
     plan = replace(plan, seed=None)
-    program, step, _ = record_step(
+    recorded = record_step(
         plan,
         topology,
         world,
@@ -366,10 +387,12 @@ def trace_rank(
         known=known,
     )
     return TracedRank(
-        program=program,
+        program=recorded.program,
         partitions=world.partitions,
         buckets=tuple(
             TracedBucket(group=b.group.name, elements=b.padded_elements, shards=b.shards, pieces=b.pieces)
-            for b in step.data_parallel.buckets
+            for b in recorded.step.data_parallel.buckets
         ),
+        host_reads=recorded.host_reads,
+        building_bytes=recorded.building_bytes,
     )

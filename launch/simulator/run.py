@@ -24,12 +24,16 @@ def simulate_run(
     hardware: Hardware,
     *,
     documents: bool = False,
+    target: str = "cpu",
     slower: Mapping[int, float] | None = None,
     links: Mapping[int, float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Simulation:
-    """One optimizer step of the run on every rank. slower, links: factors by rank (see `Disturbance`)."""
-    cluster = trace_cluster(plan, topology, documents=documents, progress=progress)
+    """One optimizer step of the run on every rank. slower, links: factors by rank (see `Disturbance`).
+
+    target: "cuda" for the path that a GPU takes through layers, "cpu" for the one that was measured here
+    """
+    cluster = trace_cluster(plan, topology, documents=documents, target=target, progress=progress)
     disturbance = Disturbance(slower=slower or {}, links=links or {})
     return price(plan, topology, cluster, prove(cluster), hardware, disturbance)
 

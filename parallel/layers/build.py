@@ -42,7 +42,7 @@ class Build:
         """With the kernels for the mesh's device."""
         return cls(
             mesh=mesh,
-            kernels=kernels_for(mesh.world.device, dtype),
+            kernels=kernels_for(torch.device(mesh.world.target), dtype),
             dtype=dtype,
             sequence_parallel=sequence_parallel,
             recompute=recompute,

@@ -17,6 +17,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from triaxis.parallel.kernels.products import AddProduct, add_product
+
 Deferred = list[Callable[[], None]]
 """What a backward pass for the gradients of inputs alone has left to do, in order."""
 
@@ -29,10 +31,10 @@ class GradientSlot:
     on_complete: called when a backward pass has added all that it has; later: where additions go that are put off
     """
 
-    __slots__ = ("_find_buffer", "complete", "empty", "later", "on_complete")
+    __slots__ = ("_add_product", "_find_buffer", "complete", "empty", "later", "on_complete")
 
-    def __init__(self, find_buffer: Callable[[], Tensor]) -> None:
-        self._find_buffer = find_buffer
+    def __init__(self, find_buffer: Callable[[], Tensor], product: AddProduct = add_product) -> None:
+        self._find_buffer, self._add_product = find_buffer, product
         self.empty = True
         self.complete = False
         self.later: Deferred | None = None
@@ -58,18 +60,7 @@ class GradientSlot:
         """Adds grad_TOᵀ · input_TI to the first `rows` rows (all, if None)."""
         buffer = self._find_buffer()
         target_OI = buffer if rows is None else buffer[:rows]
-        # In one dtype the product adds into the buffer itself, so no gradient as large as the weight exists beside
-        # it. Where sums are wider (fp32 of bf16) a product must be made first: mm writes in its operands' dtype.
-        if target_OI.dtype != grad_TO.dtype:
-            product_OI = grad_TO.t() @ input_TI
-            if self.empty:
-                target_OI.copy_(product_OI)
-            else:
-                target_OI.add_(product_OI)
-        elif self.empty:
-            torch.mm(grad_TO.t(), input_TI, out=target_OI)
-        else:
-            target_OI.addmm_(grad_TO.t(), input_TI)
+        self._add_product(target_OI, grad_TO, input_TI, self.empty)
         if self.empty and rows is not None:
             buffer[
                 rows:
@@ -86,13 +77,8 @@ class GradientSlot:
             if not count:
                 if self.empty:  # the buffer still holds the last step's gradient
                     target_OI.zero_()
-            elif target_OI.dtype != grad_RO.dtype:
-                product_OI = grad_RO.t() @ input_RI
-                (target_OI.copy_ if self.empty else target_OI.add_)(product_OI)
-            elif self.empty:
-                torch.mm(grad_RO.t(), input_RI, out=target_OI)
             else:
-                target_OI.addmm_(grad_RO.t(), input_RI)
+                self._add_product(target_OI, grad_RO, input_RI, self.empty)
         self.empty = False
 
     def add_rows(self, rows_T: Tensor, grad_TD: Tensor) -> None:

@@ -231,7 +231,7 @@ class VocabParallelHead(nn.Module):
             else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
         )
         self.start, self.valid = _rows_held(self.weight)
-        self.chunk_tokens = chunk_tokens(self.valid, chunk_logits)
+        self.chunk_tokens = chunk_tokens(self.valid, chunk_logits, target=build.mesh.world.target)
 
     def forward(self, hidden_TD: Tensor, labels_T: Tensor, scale: Tensor) -> Tensor:
         """The sum of the trained tokens' losses times `scale` (a scalar tensor), the same on every tensor rank."""

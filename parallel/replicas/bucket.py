@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from triaxis.parallel.kernels.products import AddProduct
 from triaxis.parallel.layers.declare import Layouts
 from triaxis.parallel.layers.gradient import GradientSlot, give_slot
 from triaxis.parallel.places.layout import ParameterLayout
@@ -85,6 +86,7 @@ class Bucket:
         pool: GradientPool,
         fill: Fill | None,
         device: torch.device,
+        product: AddProduct,
     ) -> None:
         self.members, self.group, self._pool = tuple(members), group, pool
         self.number, self.sharding = number, sharding
@@ -99,7 +101,7 @@ class Bucket:
         self.elements, self.padded_elements = elements, padded_elements(elements, group.size)
         self._gathering: Work | None = None
         self._place_parameters(fill, device)
-        self._make_states(accumulate_dtype, master_dtype)
+        self._make_states(accumulate_dtype, master_dtype, product)
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
         self.pending = 0
         self.reduced_once = False
@@ -138,7 +140,9 @@ class Bucket:
             self.group.all_gather(self.parameters, own, label=self._label("first values"))
 
     @torch.no_grad()
-    def _make_states(self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+    def _make_states(
+        self, accumulate_dtype: torch.dtype, master_dtype: torch.dtype, product: AddProduct
+    ) -> None:
         # In 32 or 64 bits the update works on the parameters themselves: nothing is kept twice.
         self.master = self.shard if master_dtype == self.shard.dtype else self.shard.to(master_dtype)
         device = self.parameters.device
@@ -150,7 +154,7 @@ class Bucket:
             self.gradient_shard = self._buffer[self.start : self.stop]
         else:
             self.gradient_shard = torch.zeros(self.stop - self.start, dtype=accumulate_dtype, device=device)
-        self.slots = [GradientSlot(self._place_finder(i)) for i in range(len(self.members))]
+        self.slots = [GradientSlot(self._place_finder(i), product) for i in range(len(self.members))]
         for member, slot in zip(self.members, self.slots, strict=True):
             give_slot(member, slot)
 

@@ -30,6 +30,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from triaxis.parallel.kernels.products import product_for
 from triaxis.parallel.layers.declare import Layouts, declared
 from triaxis.parallel.layers.gradient import Deferred, slot_of
 from triaxis.parallel.replicas.bucket import Bucket, GradientPool
@@ -133,6 +134,7 @@ class ZeroDataParallel:
             pool=self._pool,
             fill=self._fill,
             device=self._mesh.world.device,
+            product=product_for(self._mesh.world.target),
         )
 
     def _hook_gradients(self, bucket: Bucket, unit: Unit | None) -> None:

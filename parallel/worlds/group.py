@@ -293,6 +293,16 @@ class World(ABC):
     size: int
     device: torch.device
 
+    @property
+    def target(self) -> str:
+        """The kind of device that the program is for, "cuda" or "cpu", which may be imagined elsewhere."""
+        return self.device.type
+
+    def host_values(self, values: Tensor) -> list[float]:
+        """Values on the host. Waits for the device: once a step, and never between its microbatches."""
+        found: list[float] = values.tolist()
+        return found
+
     def new_group(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
         """The group that holds this rank. Collective: every rank passes the same partition of the world."""
         parts = tuple(tuple(part) for part in partition)

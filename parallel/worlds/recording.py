@@ -16,10 +16,11 @@ from triaxis.parallel.worlds.group import DONE, Group, Partition, Request, Work,
 
 
 class Recorder:
-    """The events of one rank so far."""
+    """The events of one rank so far. host_reads: what made the host wait for the device, since somebody took it."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.host_reads: list[str] = []
         self.issued: dict[tuple[str, Operation], int] = {}
         self._repeated: dict[tuple[str, Operation], dict[int, tuple[int, int]]] = {}
         self.paused: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -27,6 +28,7 @@ class Recorder:
     def forget(self) -> None:
         """Begins anew."""
         self.events.clear()
+        self.host_reads.clear()
         self.issued.clear()
         self._repeated.clear()
 
@@ -186,7 +188,17 @@ class RecordingWorld(World):
     def settle(self) -> None:
         self.inner.settle()
 
+    @property
+    def target(self) -> str:
+        return self.inner.target
+
+    def host_values(self, values: Tensor) -> list[float]:
+        self.recorder.host_reads.append("host_values")
+        with self.recorder.paused():
+            return self.inner.host_values(values)
+
     def host_counts(self, counts: Tensor, total: int) -> list[int]:
+        self.recorder.host_reads.append("host_counts")
         return self.inner.host_counts(counts, total)
 
     def close(self) -> None:

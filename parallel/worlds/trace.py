@@ -44,15 +44,21 @@ class TraceWorld(World):
     """Rank `rank` of `size` ranks, none of which runs.
 
     partitions: the groups made so far, by name; device "meta": tensors have shapes and no memory
+    target: the kind of device that the program is for
     """
 
     name = "trace"
 
-    def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
+    def __init__(self, rank: int, size: int, device: str = "cpu", target: str = "cpu") -> None:
         if not 0 <= rank < size:
             raise ValueError(f"`rank` must be from 0 to {size - 1}, but is {rank}")
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self.partitions: dict[str, Partition] = {}
+        self._target = target
+
+    @property
+    def target(self) -> str:
+        return self._target
 
     def _new_group(self, name: str, partition: Partition) -> Group:
         self.partitions[name] = partition
@@ -62,6 +68,10 @@ class TraceWorld(World):
         """Even shares of `total`; what is over goes to the first ones."""
         each, over = divmod(total, counts.numel())
         return [each + (place < over) for place in range(counts.numel())]
+
+    def host_values(self, values: Tensor) -> list[float]:
+        """Ones."""
+        return [1.0] * values.numel()
 
     def close(self) -> None:
         """Nothing to release."""

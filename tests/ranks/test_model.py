@@ -20,7 +20,7 @@ from triaxis.models.positions import Rope
 from triaxis.models.rotary import rotary_tables
 from triaxis.parallel.kernels.activation import plain_swiglu, swiglu, swiglu_keeping_sigmoid
 from triaxis.parallel.kernels.attention import documents_of
-from triaxis.parallel.kernels.norm import fused_rms_norm, rms_norm
+from triaxis.parallel.kernels.norm import fused_rms_norm, plain_rms_norm, rms_norm
 from triaxis.parallel.kernels.rotary import rotate_
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import named_layouts
@@ -375,10 +375,16 @@ def test_messages() -> None:
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("shape", [(6, 16), (6, 3, 16)])
-def test_rms_norm_equals_its_twin(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("kernel", [rms_norm, fused_rms_norm])
+def test_rms_norm_equals_its_twin(
+    kernel: Callable[[Tensor, Tensor, float], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
     ours = [x.requires_grad_() for x in (torch.randn(shape, dtype=dtype), torch.randn(16, dtype=dtype))]
     twin = [x.detach().double().requires_grad_() for x in ours]
-    output, expected = rms_norm(ours[0], ours[1], 1e-5), fused_rms_norm(twin[0], twin[1], 1e-5)
+    output, expected = kernel(ours[0], ours[1], 1e-5), plain_rms_norm(twin[0], twin[1], 1e-5)
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     output.sum().backward()
