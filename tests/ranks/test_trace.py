@@ -189,7 +189,7 @@ def record_and_close(cases: list[Case], world: World) -> list[tuple[Program, dic
             record_step(case.plan, case.topology, world, dry=False, repeat=False, batches=batches)
         )
     world.close()  # ends Gloo's threads
-    return [(program, meter.held()) for program, _, meter in recorded]
+    return [(found.program, found.meter.held()) for found in recorded]
 
 
 def allocations(program: Program) -> list[tuple[str, list[tuple[int, int]]]]:
