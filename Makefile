@@ -2,6 +2,7 @@
 PYTHON ?= python3
 OUT ?= output
 RANKS ?= 8
+GPUS ?= 1
 TORCH ?= torch==2.13.0+cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help set-up train test test-pure test-full frozen crash-test check format bench view clean
+.PHONY: help set-up train test test-pure test-full frozen gpu-check crash-test check format bench view clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -50,6 +51,9 @@ test-full: check  ## the same, with every layout instead of a sample
 
 frozen: $(STAMP)  ## what every layout does, compared with what was recorded (two minutes)
 	@$(BIN)/python -m tests.frozen compare tests/frozen/record.json
+
+gpu-check: $(STAMP)  ## what this machine's GPUs do, in minutes; GPUS=2 or 8 for more of them
+	@$(BIN)/python -m tests.gpu --gpus $(GPUS) --json $(OUT)/gpu-check.json
 
 crash-test: $(STAMP)  ## kill a training 50 times at random moments; it must end as if nothing had happened
 	@$(BIN)/python -m tests.crash

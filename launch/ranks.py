@@ -83,8 +83,10 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
     except RuntimeError as error:
         _tell(error, place, report, expected=True)
         return Exit.FAILED
-    if config.deterministic and world.device.type == "cuda":
-        torch.use_deterministic_algorithms(True)
+    if world.device.type == "cuda":
+        torch.use_deterministic_algorithms(config.deterministic)
+        # parts of one long sum are not rounded to 16 bits before they are added
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if launch.size > 1:
         warnings.showwarning = _warns(place)
     try:

@@ -113,8 +113,8 @@ class ThreadWorld(World):
 
     name = "thread"
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.rank, self.size, self.device = rank, hub.size, torch.device("cpu")
+    def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, hub.size, device
         self._hub, self._groups = hub, 0
 
     def _new_group(self, name: str, partition: Partition) -> Group:
@@ -134,20 +134,28 @@ class ThreadWorld(World):
 
 
 def run_threads(
-    size: int, main: Callable[[ThreadWorld], T], *, names: Sequence[str] | None = None
+    size: int,
+    main: Callable[[ThreadWorld], T],
+    *,
+    names: Sequence[str] | None = None,
+    device: str = "cpu",
 ) -> list[T]:
     """Runs `main` as every rank, each in a thread, and returns the results by rank.
 
     When ranks raise, the first one's own error is raised, with its rank as a note; a `RankError` only
     when no rank had an error of its own. `names` names the ranks in that note and the threads.
+    device: all ranks' tensors are there, on one GPU or in one memory
     """
     hub = Hub(size)
     results: dict[int, T] = {}
     titles = [f"rank {rank}" + (f" ({names[rank]})" if names else "") for rank in range(size)]
 
     def run(rank: int) -> None:
+        # Backward passes of all ranks would share one thread for a GPU, where one that waits for another rank in a hook
+        # keeps that rank's pass from running. (The setting is the thread's own.)
+        torch.autograd.set_multithreading_enabled(device == "cpu")
         try:
-            results[rank] = main(ThreadWorld(hub, rank))
+            results[rank] = main(ThreadWorld(hub, rank, torch.device(device)))
             hub.finish(rank)
         except BaseException as error:  # noqa: BLE001  (raised again by run_threads)
             hub.die(rank, error)

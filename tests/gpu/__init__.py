@@ -1,0 +1,1 @@
+"""What only a GPU can show, as tests and as checks of a machine: `python -m tests.gpu`."""
