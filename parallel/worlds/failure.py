@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 
 import torch
 
@@ -17,7 +18,20 @@ class RankError(RuntimeError):
 def call_site() -> str:
     """`file:line` of the innermost frame that is neither a world, a group nor torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         frame = frame.f_back
-    folder, file = os.path.split(frame.f_code.co_filename)
-    return f"{os.path.basename(folder)}/{file}:{frame.f_lineno}"
+    return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+# Asked at every communication, thousands of times a step: each place is looked at once.
+
+
+@lru_cache(maxsize=1024)
+def _is_inside(name: str) -> bool:
+    return name.startswith(INSIDE)
+
+
+@lru_cache(maxsize=4096)
+def _named(name: str, line: int) -> str:
+    folder, file = os.path.split(name)
+    return f"{os.path.basename(folder)}/{file}:{line}"

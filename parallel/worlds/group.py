@@ -66,6 +66,7 @@ class Request:
 
     site: where it was called, for people only; peer: the place of the other side, or of the root; -1 for neither
     input_rows, output_rows: given to and taken from each member, in an uneven all_to_all
+    asynchronous: whoever asks goes on meanwhile
     """
 
     operation: Operation
@@ -75,6 +76,7 @@ class Request:
     peer: int = -1
     input_rows: tuple[int, ...] = ()
     output_rows: tuple[int, ...] = ()
+    asynchronous: bool = False
 
     def told(self, ranks: Sequence[int]) -> str:
         """The operation, what it is for and with whom of the group's ranks: `send (F3 for stage 2) to rank 5`."""
@@ -135,13 +137,16 @@ class Group(ABC):
         peer: int = -1,
         input_rows: tuple[int, ...] = (),
         output_rows: tuple[int, ...] = (),
+        asynchronous: bool = False,
     ) -> Request:
         sent = sent_bytes(operation, nbytes, self.size)
         if input_rows:
             sent = nbytes - nbytes // max(1, sum(input_rows)) * input_rows[self.rank]
         self.traffic.add(operation, sent)
         self.operations += 1
-        self.last = Request(operation, call_site(), label, bucket, peer, input_rows, output_rows)
+        self.last = Request(
+            operation, call_site(), label, bucket, peer, input_rows, output_rows, asynchronous
+        )
         return self.last
 
     def all_reduce(
@@ -160,7 +165,7 @@ class Group(ABC):
         if self.size == 1:
             return DONE
         operation = Operation.ALL_REDUCE_LARGEST if largest else Operation.ALL_REDUCE
-        request = self._ask(operation, tensor.nbytes, label, bucket)
+        request = self._ask(operation, tensor.nbytes, label, bucket, asynchronous=asynchronous)
         return self._finish(self._all_reduce(request, tensor), asynchronous)
 
     def all_gather(
@@ -172,7 +177,7 @@ class Group(ABC):
         """
         if self.size == 1:
             return self._copy(output, shard)
-        request = self._ask(Operation.ALL_GATHER, shard.nbytes * self.size, label)
+        request = self._ask(Operation.ALL_GATHER, shard.nbytes * self.size, label, asynchronous=asynchronous)
         return self._finish(self._all_gather(request, output, shard), asynchronous)
 
     def reduce_scatter(
@@ -191,7 +196,9 @@ class Group(ABC):
         """
         if self.size == 1:
             return self._copy(shard, whole)
-        request = self._ask(Operation.REDUCE_SCATTER, shard.nbytes * self.size, label, bucket)
+        request = self._ask(
+            Operation.REDUCE_SCATTER, shard.nbytes * self.size, label, bucket, asynchronous=asynchronous
+        )
         return self._finish(self._reduce_scatter(request, shard, whole), asynchronous)
 
     def all_to_all(
@@ -221,6 +228,7 @@ class Group(ABC):
             label,
             input_rows=tuple(input_rows),
             output_rows=tuple(output_rows),
+            asynchronous=asynchronous,
         )
         return self._finish(self._all_to_all(request, output, whole), asynchronous)
 
@@ -236,7 +244,7 @@ class Group(ABC):
         if self.size == 1:
             return DONE
         nbytes = tensor.nbytes if self.rank == root else 0
-        request = self._ask(Operation.BROADCAST, nbytes, label, peer=root)
+        request = self._ask(Operation.BROADCAST, nbytes, label, peer=root, asynchronous=asynchronous)
         return self._finish(self._broadcast(request, tensor), asynchronous)
 
     def isend(self, tensor: Tensor, peer: int, *, label: str = "") -> Work:

@@ -52,7 +52,7 @@ class _Pending:
         self._tensors, self._what, self._site, self._finish = tensors, what, site, finish
         self._works: Sequence[Any] = ()
         try:
-            self._works = start()
+            self._works = [work for work in start() if work is not None]
         except RuntimeError as error:
             raise self._failed(error) from error
 
@@ -154,13 +154,21 @@ class ProcessGroup(Group):
         what = f"rank {self._world_rank}: {request.told(self.ranks)} in group '{self.name}' {self.ranks}"
         return _Pending(start, tensors, what, request.site, self, finish)
 
+    def _goes_on(self, request: Request) -> bool:
+        """Whether the operation runs beside what follows.
+
+        If not, NCCL puts it on the stream of the computations itself. Then no event is waited for on either side and
+        no second stream takes part: under tp that happens four times a layer and direction.
+        """
+        return request.asynchronous
+
     def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
         tensor = tensor.detach()
         largest = request.operation is Operation.ALL_REDUCE_LARGEST
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
 
         def start() -> list[Any]:
-            return [dist.all_reduce(tensor, operation, group=self.handle, async_op=True)]
+            return [dist.all_reduce(tensor, operation, group=self.handle, async_op=self._goes_on(request))]
 
         return self._pending(request, start, tensor)
 
@@ -168,7 +176,7 @@ class ProcessGroup(Group):
         output, shard = output.detach().view(-1), shard.detach().view(-1)
 
         def start() -> list[Any]:
-            return [dist.all_gather_single(output, shard, group=self.handle, async_op=True)]
+            return [dist.all_gather_single(output, shard, group=self.handle, async_op=self._goes_on(request))]
 
         return self._pending(request, start, output, shard)
 
@@ -176,7 +184,9 @@ class ProcessGroup(Group):
         shard, whole = shard.detach().view(-1), whole.detach().view(-1)
 
         def start() -> list[Any]:
-            return [dist.reduce_scatter_single(shard, whole, group=self.handle, async_op=True)]
+            return [
+                dist.reduce_scatter_single(shard, whole, group=self.handle, async_op=self._goes_on(request))
+            ]
 
         return self._pending(request, start, shard, whole)
 
@@ -187,7 +197,11 @@ class ProcessGroup(Group):
         rows = list(request.output_rows) or None, list(request.input_rows) or None
 
         def start() -> list[Any]:
-            return [dist.all_to_all_single(output, whole, *rows, group=self.handle, async_op=True)]
+            return [
+                dist.all_to_all_single(
+                    output, whole, *rows, group=self.handle, async_op=self._goes_on(request)
+                )
+            ]
 
         return self._pending(request, start, output, whole)
 
@@ -195,7 +209,11 @@ class ProcessGroup(Group):
         tensor = tensor.detach()
 
         def start() -> list[Any]:
-            return [dist.broadcast(tensor, self.ranks[request.peer], group=self.handle, async_op=True)]
+            return [
+                dist.broadcast(
+                    tensor, self.ranks[request.peer], group=self.handle, async_op=self._goes_on(request)
+                )
+            ]
 
         return self._pending(request, start, tensor)
 
@@ -221,6 +239,10 @@ class ProcessGroup(Group):
 
 class GlooGroup(ProcessGroup):
     """A group on Gloo, with the compositions that were measured to be faster than Gloo's own."""
+
+    def _goes_on(self, request: Request) -> bool:
+        """Always: a host that waits can be told that a rank died."""
+        return True
 
     def _all_reduce(self, request: Request, tensor: Tensor) -> Work:
         """Two ranks exchange and add, which rounds alike on both; half precision is summed in fp32."""

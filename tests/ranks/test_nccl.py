@@ -112,6 +112,34 @@ def test_messages_up_and_down_have_queues_of_their_own(asked: Asked) -> None:
     ]
 
 
+def test_what_nobody_goes_on_beside_runs_on_the_stream_of_the_computations(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = build_mesh(gpu_world(0, 2), Topology(tp=2)).tp
+    found: list[tuple[str, bool]] = []
+    for name in (
+        "all_reduce",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_to_all_single",
+        "broadcast",
+    ):
+
+        def done(*_: object, async_op: bool, name: str = name, **__: object) -> None:
+            found.append((name, async_op))
+
+        monkeypatch.setattr(dist, name, done)
+    part, whole = torch.zeros(2), torch.zeros(4)
+    for later in (False, True):
+        group.all_reduce(whole, asynchronous=later)
+        group.all_gather(whole, part, asynchronous=later)
+        group.reduce_scatter(part, whole, asynchronous=later)
+        group.all_to_all(whole, whole.clone(), asynchronous=later)
+        group.broadcast(whole, 0, asynchronous=later)
+    names = ["all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast"]
+    assert found == [(name, later) for later in (False, True) for name in names]
+
+
 def test_ranks_agree_on_their_devices_before_any_is_used() -> None:
     store = HashStore()
 
