@@ -118,7 +118,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "accumulate_dtype": "What gradients are summed in; auto is fp32, and fp64 with fp64.",
         "offload_optimizer": "Where optimizer states are: on the device, or in the host's memory (CPU runs only yet).",
         "offload_param": "The same of ZeRO-3's parameters.",
-        "device": "Where to train; auto is a GPU where there is one, and all ranks must have found the same.",
+        "device": "Where to train, or (in a simulation) whose path to take; auto is a GPU where there is one, and "
+        "all ranks must have found the same.",
         "deterministic": "The same run gives the same bits each time on GPUs too, where it then is slower; on CPUs it "
         "always does.",
         "recompute": "Run each block's forward again in backward, instead of keeping its activations.",

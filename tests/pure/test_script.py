@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import yaml
 from tests.patience import NEVER_SECONDS, PATIENCE_SECONDS
 from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
+from triaxis.launch.gpu_environment import DEFAULTS, DETERMINISTIC
 from triaxis.launch.jobs.artefacts import (
     Cluster,
     Job,
@@ -425,3 +428,16 @@ def test_limits_that_slurm_reads_are_taken(time: str) -> None:
     assert f"#SBATCH --time={time}\n" in slurm_script(
         JOB, time=time, partition="gpu,gpu-long", account="a.b@c"
     )
+
+
+def test_every_form_has_the_environment_of_gpus() -> None:
+    fixed = replace(JOB, flags=(*JOB.flags, "--deterministic"))
+    for form in (
+        torchrun_script(fixed),
+        slurm_script(fixed),
+        pytorch_job(fixed, CLUSTER),
+        train_job(fixed, CLUSTER),
+    ):
+        for name, value in {**DEFAULTS, **DETERMINISTIC, "OMP_NUM_THREADS": "8"}.items():
+            assert re.search(rf"{name}\W+(value\W+)?{re.escape(value)}", form), (name, form)
+    assert "NCCL_ALGO" not in torchrun_script(JOB)

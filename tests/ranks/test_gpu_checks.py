@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu import __main__ as gpu_check
 from tests.gpu.check import Check, CheckFailed, Figures
+from triaxis.launch.gpu_environment import DEFAULTS, DETERMINISTIC
 
 ON_CPU = [check for check in gpu_check.CHECKS if check.cpu]
 
@@ -66,3 +67,15 @@ def test_a_check_that_fails_or_takes_too_long_is_told(
     row = gpu_check._run(Check(name="products agree", limit_seconds=0.01, ask=failing), "cpu")
     assert row["verdict"] == "FAIL"
     assert "was not done within 0.01 s" in capsys.readouterr().out
+
+
+def test_the_page_on_gpus_has_what_is_set_and_what_is_checked() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "gpu.md").read_text(encoding="utf-8")
+    for name, value in DEFAULTS.items():
+        assert f"| `{name}` | `{value}` |" in page
+    for name, value in DETERMINISTIC.items():
+        assert f"`{name}={value}`" in page
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[3].strip() for line in page.splitlines() if "|" in line
+    }
+    assert {check.name: "yes" * check.cpu for check in gpu_check.CHECKS}.items() <= rows.items()
