@@ -6,6 +6,7 @@ GPUS ?= 1
 TORCH ?= torch==2.13.0+cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
+PEERS ?= .venv-peers/deepspeed
 STAMP := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -16,7 +17,7 @@ TRAIN ?= --model tiny --data stdlib --tp 2 --pp 2 --dp 2 --zero 1 --steps 120 --
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help set-up train test test-pure test-full frozen gpu-check crash-test check format bench view clean
+.PHONY: help set-up train test test-pure test-full frozen gpu-check crash-test check format bench peers view clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -69,6 +70,14 @@ format: $(STAMP)  ## put every file into the one format
 
 bench: $(STAMP)  ## speed and memory against the peers that are installed
 	@$(BIN)/python benchmarks/run.py
+
+peers: $(PEERS)/.with-peers  ## DeepSpeed and Accelerate, to compare with, in an environment of their own
+
+$(PEERS)/.with-peers:
+	@$(MAKE) -s VENV=$(PEERS) set-up
+	@DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		ninja 'deepspeed==0.19.8' accelerate
+	@touch $@
 
 view:  ## .view/triaxis/<folder> links, for type checkers and editors
 	@mkdir -p .view/triaxis

@@ -87,6 +87,7 @@ class RunConfig:
     lr_scheduler_type: Decay = Decay.COSINE
     warmup_ratio: float | None = None
     warmup_steps: int | None = None
+    warmup_type: Literal["linear", "log"] = "linear"
     min_learning_rate_ratio: float = 0.1
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
@@ -171,15 +172,24 @@ def warmup_steps_of(config: RunConfig, total_steps: int) -> int:
 
 
 def learning_rate_at(
-    step: int, *, total_steps: int, warmup_steps: int, peak: float, minimum_ratio: float, decay: Decay | str
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int,
+    peak: float,
+    minimum_ratio: float,
+    decay: Decay | str,
+    warmup_type: Literal["linear", "log"] = "linear",
 ) -> float:
     """The learning rate of one optimizer step, `step` counted from 0.
 
-    The n-th step (n = step + 1) has n / warmup of the peak while n <= warmup; then it decays over the rest, so that
-    the last step has minimum_ratio of the peak. Warm-up 10, 100 steps, peak 1e-3, ratio 0.1: the 10th step has 1e-3,
-    the 50th 6.281e-4, the 100th 1e-4.
+    The n-th step (n = step + 1) has n / warmup of the peak while n <= warmup ("log": log(1 + n) / log(1 + warmup));
+    then it decays over the rest, so that the last step has minimum_ratio of the peak. Warm-up 10, 100 steps, peak
+    1e-3, ratio 0.1: the 10th step has 1e-3, the 50th 6.281e-4, the 100th 1e-4.
     """
     number = step + 1
+    if number <= warmup_steps and warmup_type == "log":
+        return peak * math.log1p(number) / math.log1p(warmup_steps)
     if number <= warmup_steps:
         return peak * number / warmup_steps
     progress = min(1.0, (number - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -189,6 +199,19 @@ def learning_rate_at(
         Decay.CONSTANT: 1.0,
     }[Decay(decay)]
     return peak * (minimum_ratio + (1.0 - minimum_ratio) * remaining)
+
+
+def learning_rate_of(config: RunConfig, step: int, total_steps: int) -> float:
+    """The learning rate of a run's step, counted from 0."""
+    return learning_rate_at(
+        step,
+        total_steps=total_steps,
+        warmup_steps=warmup_steps_of(config, total_steps),
+        peak=config.learning_rate,
+        minimum_ratio=config.min_learning_rate_ratio,
+        decay=config.lr_scheduler_type,
+        warmup_type=config.warmup_type,
+    )
 
 
 def run_directory(config: RunConfig) -> Path:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import EnumType
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from triaxis.engine.config import RunConfig
 from triaxis.launch.command_line import Claim, Parser, number, one_of, whole
-from triaxis.launch.deepspeed import combined, read_deepspeed
-from triaxis.launch.trainer_flags import translated
+from triaxis.launch.foreign.accelerate import read_accelerate, read_environment
+from triaxis.launch.foreign.deepspeed import read_deepspeed
+from triaxis.launch.foreign.fsdp import read_fsdp_config
+from triaxis.launch.foreign.keys import Reading, combined, flag_of, settled
+from triaxis.launch.foreign.trainer_flags import translated
 
 DESCRIPTION = """Train a language model on tp × pp × dp ranks.
 
@@ -106,6 +109,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "lr_scheduler_type": "Decay after the warm-up.",
         "warmup_ratio": "Warm-up as a part of all steps.",
         "warmup_steps": "Warm-up in steps.",
+        "warmup_type": "A straight line, or DeepSpeed's logarithm: steep at first.",
         "min_learning_rate_ratio": "What is left of the peak at the last step.",
         "weight_decay": "Decoupled; on matrices, embeddings and the head among them, not on norms and biases.",
         "adam_beta1": "Decay of the first moment.",
@@ -159,14 +163,23 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 
 
-def parse_flags(arguments: Sequence[str], speaks: bool) -> RunConfig:
-    """The run that the command line asks for. Ends the process on --help (0) and on flags it cannot read (2)."""
-    return config_of(train_parser("triaxis train", DESCRIPTION, speaks).parse_args(list(arguments)))
+def parse_flags(
+    arguments: Sequence[str], speaks: bool, environment: Mapping[str, str] | None = None
+) -> RunConfig:
+    """The run that the command line asks for. Ends the process on --help (0) and on flags it cannot read (2).
+
+    environment: where `accelerate launch` leaves what its own file asks for
+    """
+    parser = train_parser("triaxis train", DESCRIPTION, speaks, environment)
+    return config_of(parser.parse_args(list(arguments)))
 
 
-def train_parser(program: str, description: str, speaks: bool = True) -> Parser:
+def train_parser(
+    program: str, description: str, speaks: bool = True, environment: Mapping[str, str] | None = None
+) -> Parser:
     """A parser that knows the flags of a run; `program` may add its own. What is not given is not in its namespace."""
     parser = RunParser(prog=program, description=description, speaks=speaks, elsewhere=ELSEWHERE)
+    parser.environment = environment or {}
     hints = get_type_hints(RunConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     for title, helps in GROUPS.items():
@@ -181,31 +194,51 @@ def train_parser(program: str, description: str, speaks: bool = True) -> Parser:
                 group.add_argument(*names, action=Claim, **given)
             else:
                 group.add_argument(*names, type=_reader(kind), metavar=_metavar(kind), **given)
-    group = parser.add_argument_group("files of other programs")
-    group.add_argument(
-        "--deepspeed",
-        metavar="FILE",
-        help="A DeepSpeed JSON. Each key is honoured, named as changing nothing here, or refused (docs/deepspeed.md).",
-    )
+    group = parser.add_argument_group("files of other programs (docs/deepspeed.md)")
+    for name, (metavar, text, _) in FILES.items():
+        group.add_argument(flag_of(name), metavar=metavar, help=text)
     return parser
 
 
+FILES: dict[str, tuple[str, str, Callable[[str], Reading]]] = {
+    "deepspeed": (
+        "FILE",
+        "A DeepSpeed JSON. Each key is honoured, named as changing nothing here, or refused.",
+        read_deepspeed,
+    ),
+    "fsdp_config": ("FILE", "Settings of FSDP for --fsdp: a JSON file, or JSON itself.", read_fsdp_config),
+    "accelerate_config": ("FILE", "The YAML of accelerate launch --config_file.", read_accelerate),
+}
+"""Options that name a file of another program: what stands for the value, help, and who reads it."""
+
+
 class RunParser(Parser):
-    """A parser of a run's flags, of the Trainer's names for them, and of a DeepSpeed file beside them."""
+    """A parser of a run's flags, of the Trainer's names for them, and of other programs' files beside them.
+
+    What it finds has `sources`: where each value is from, `--bf16` or a key of a file.
+    """
+
+    environment: Mapping[str, str] = {}
+    tells_notes = True
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # as argparse declares it
         try:
-            words, notes = translated(sys.argv[1:] if args is None else args)
-            found, rest = super().parse_known_args(words, namespace)
-            if found.deepspeed is not None:
-                file = read_deepspeed(found.deepspeed)
-                for name, value in combined(file, vars(found)).items():
-                    setattr(found, name, value)
-                notes += file.notes
+            line = translated(sys.argv[1:] if args is None else args)
+            found, rest = super().parse_known_args(line.words, namespace)
+            given = {name: value for name, value in vars(found).items() if name not in FILES}
+            named = ((read, getattr(found, name)) for name, (_, _, read) in FILES.items())
+            readings = [read(path) for read, path in named if path is not None]
+            launched = read_environment(self.environment)
+            file = settled([*readings, *([] if launched is None else [launched])])
+            spelled = {flag.removeprefix("--").replace("-", "_"): word for flag, word in line.spelled.items()}
+            for name, value in combined(file, given, spelled).items():
+                setattr(found, name, value)
         except ValueError as error:
             self.error(str(error))
-        if notes and self._speaks:
-            print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
+        found.sources = file.keys | {name: spelled.get(name, flag_of(name)) for name in given}
+        found.notes = (*line.notes, *file.notes)
+        if found.notes and self._speaks and self.tells_notes:
+            print("\n".join(f"note: {note}" for note in found.notes), file=sys.stderr, flush=True)
         return found, rest
 
 

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="megatron")  # kernels that are not needed to read its files
     speaking = speaks(os.environ)
     try:
-        config = parse_flags(sys.argv[1:] if arguments is None else list(arguments), speaking)
+        config = parse_flags(sys.argv[1:] if arguments is None else list(arguments), speaking, os.environ)
     except SystemExit as ended:
         if ended.code and not speaking:
             time.sleep(SPEAKER_SECONDS)

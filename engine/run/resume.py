@@ -20,6 +20,7 @@ from triaxis.parallel.places.legal_values import divisors, listed, nearest
 KEPT_FLAGS = ("seed", "seq", "pack", "tokenizer", "on_bad_sample", "optimizer", "dtype")
 TOLD_FLAGS = (
     *("steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
+    "warmup_type",
     *("min_learning_rate_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
 )
 
@@ -172,7 +173,8 @@ def _changed(name: str, saved: object, value: object) -> str:
 def told_changes(state: RunState, config: RunConfig, resolved: ResolvedRun) -> list[str]:
     """What may change, and does: a line for each, and what follows from it."""
     saved = state.config
-    changes = [(name, saved.get(name), getattr(config, name)) for name in TOLD_FLAGS]
+    left_out = RunConfig()  # what a flag was before there was one
+    changes = [(name, saved.get(name, getattr(left_out, name)), getattr(config, name)) for name in TOLD_FLAGS]
     told = [f"changed since it was saved: {name} {old} → {new}" for name, old, new in changes if old != new]
     facts = state.extra["facts"]
     assert isinstance(facts, dict)

@@ -17,9 +17,8 @@ from triaxis.engine.config import (
     ResolvedRun,
     RunConfig,
     SaveStrategy,
-    learning_rate_at,
+    learning_rate_of,
     run_directory,
-    warmup_steps_of,
 )
 from triaxis.engine.data.ahead import Ahead
 from triaxis.engine.faults.numbers import judge, most_norm
@@ -232,14 +231,7 @@ class _Run:
     ) -> StepRow:
         """Step `counters.step` (from 0)."""
         config, mesh, number = self._config, self._mesh, counters.step
-        learning_rate = learning_rate_at(
-            number,
-            total_steps=total_steps,
-            warmup_steps=warmup_steps_of(config, total_steps),
-            peak=config.learning_rate,
-            minimum_ratio=config.min_learning_rate_ratio,
-            decay=config.lr_scheduler_type,
-        )
+        learning_rate = learning_rate_of(config, number, total_steps)
         mesh.clear_traffic()
         mesh.world.check_collectives(self._checked < config.check_collectives)
         self._checked += 1

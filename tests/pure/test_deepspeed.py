@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from triaxis.engine.config import RunConfig
-from triaxis.launch.deepspeed import KEYS, combined, read_deepspeed
 from triaxis.launch.flags import parse_flags
-from triaxis.launch.trainer_flags import SWITCHES, VALUES, translated
+from triaxis.launch.foreign.deepspeed import KEYS, read_deepspeed
+from triaxis.launch.foreign.keys import combined, settled
+from triaxis.launch.foreign.trainer_flags import SWITCHES, VALUES, translated
 
 STAGE3 = {
     "train_batch_size": 128,
@@ -68,21 +69,21 @@ REFUSED = [(row["config"], row["says"]) for row in CONFIGS["refused"]]
 
 @pytest.mark.parametrize(("values", "expected"), HONOURED, ids=lambda value: json.dumps(value)[:60])
 def test_what_is_honoured(values: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
-    found = read_deepspeed(written(tmp_path, values))
-    assert found.values == expected
+    found = settled([read_deepspeed(written(tmp_path, values))])
+    assert {name: value for name, value in found.values.items() if name not in found.implied} == expected
     RunConfig(**found.values)  # every value is of a field of a run
 
 
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_cannot_be_honoured_is_refused_by_its_key(values: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
-        read_deepspeed(written(tmp_path, values))
+        settled([read_deepspeed(written(tmp_path, values))])
     assert words in str(caught.value)
 
 
 def test_all_faults_are_told_at_once_and_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
-        read_deepspeed(written(tmp_path, {"fp16": {"enabled": True}, "gradient_cliping": 1}))
+        settled([read_deepspeed(written(tmp_path, {"fp16": {"enabled": True}, "gradient_cliping": 1}))])
     assert str(caught.value).count("\n") == 1
     with pytest.raises(ValueError, match="No such file"):
         read_deepspeed(str(tmp_path / "none.json"))
@@ -94,8 +95,10 @@ def test_flags_fill_what_is_auto_and_a_conflict_names_both(tmp_path: Path) -> No
         ["--deepspeed", path, "--max_grad_norm", "0.5", "--learning_rate", "2e-5"], speaks=False
     )
     assert (config.max_grad_norm, config.zero, config.dtype, config.learning_rate) == (0.5, 3, "bf16", 2e-5)
-    with pytest.raises(ValueError, match=r"--zero 2 and `zero_optimization.stage` 3 of"):
-        combined(read_deepspeed(path), {"zero": 2})
+    with pytest.raises(
+        ValueError, match=r"--zero 2 and 3 \(`zero_optimization.stage` of /.*\) must not differ"
+    ):
+        combined(settled([read_deepspeed(path)]), {"zero": 2})
     with pytest.raises(SystemExit):
         parse_flags(["--deepspeed", path, "--zero", "2"], speaks=False)
 
@@ -161,8 +164,8 @@ def test_what_changes_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     parse_flags(["--attn_implementation", "sdpa", "--tf32", "True"], speaks=True)
     told = capsys.readouterr().err
     assert "note: --attn-implementation" in told and "note: --tf32" in told
-    words, notes = translated(["--steps", "3", "--", "--bf16"])
-    assert words == ["--steps", "3", "--", "--dtype", "bf16"] or (words[-1] == "--bf16" and not notes)
+    line = translated(["--steps", "3", "--", "--bf16"])
+    assert line.words == ("--steps", "3", "--", "--dtype", "bf16")
 
 
 def test_the_articles_lines_are_read_as_they_stand(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What other programs' configurations come to here: DeepSpeed, the Hugging Face Trainer, FSDP and Accelerate."""
