@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "what this machine has and how fast it is",
     "plan": "model and cluster in, layout and start command out",
     "script": "start scripts for torchrun, Slurm and Kubernetes",
+    "config": "what a command line and its files come to, and where each value is from",
     "train": "train a model",
     "run": "train on several processes",
     "simulate": "the whole cluster's program on this machine, without its GPUs",

@@ -69,6 +69,7 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """Without any launcher's variables: one process. A missing or malformed one is named. Raises LaunchError."""
+    _refuse_launchers_on_top_of_each_other(environment)
     environment = as_torchrun(environment)
     if not any(environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return Launch()
@@ -90,10 +91,12 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     # without torchrun's own variable Slurm's; else one machine is meant
     place = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if environment.get(name)), "RANK")
     local_rank = _number(environment, place)
-    local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else size
-    if environment.get("LOCAL_WORLD_SIZE") and local_rank >= local_size:
+    # torchrun's, or the deepspeed launcher's; else one machine is meant
+    ranks_here = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if environment.get(name)), None)
+    local_size = size if ranks_here is None else _number(environment, ranks_here)
+    if ranks_here is not None and local_rank >= local_size:
         raise LaunchError(
-            f"`LOCAL_RANK` must be less than LOCAL_WORLD_SIZE {local_size}, but is {local_rank}; start with torchrun"
+            f"`LOCAL_RANK` must be less than {ranks_here} {local_size}, but is {local_rank}; start with torchrun"
         )
     parts = (
         environment.get("TORCHELASTIC_RUN_ID", ""),
@@ -110,6 +113,23 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         host=environment["MASTER_ADDR"],
         port=port,
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _refuse_launchers_on_top_of_each_other(environment: Mapping[str, str]) -> None:
+    """Raises LaunchError where srun has started more torchruns than the run has: some of them would be left over."""
+    names = ("SLURM_STEP_NUM_TASKS", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if not all(environment.get(name, "").isdecimal() for name in names):
+        return
+    tasks, launchers, each = (int(environment[name]) for name in names)
+    if tasks <= launchers:
+        return
+    raise LaunchError(
+        f"`SLURM_STEP_NUM_TASKS` must be {launchers}, but is {tasks}: srun has started torchrun once for each of its "
+        f"{tasks} tasks, and each torchrun starts {each} processes, so {tasks * each} are started where "
+        f"{launchers * each} are meant; start one torchrun a node (#SBATCH --ntasks-per-node=1, or srun "
+        "--ntasks-per-node=1 torchrun …), or let srun start the ranks without torchrun (srun python -m "
+        "triaxis.launch.train …); where runs of their own are meant, unset SLURM_STEP_NUM_TASKS"
     )
 
 
@@ -156,13 +176,21 @@ def speaks(environment: Mapping[str, str]) -> bool:
     return rank in ("0", "") or not rank.isdigit()
 
 
-def overlap_warnings(environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable that keeps communication from overlapping with computation."""
-    return [
+def launch_warnings(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that keeps communication from overlapping with computation, and one for a lone rank."""
+    found = [
         f"warning: {name}=1 is set: communication hardly overlaps with computation; unset it for speed"
         for name in NO_OVERLAP
         if environment.get(name) == "1"
     ]
+    # With several processes asked for, accelerate says where they meet; on CPUs it then starts one, but for mpirun.
+    asked = "ACCELERATE_MIXED_PRECISION" in environment and environment.get("MASTER_ADDR")
+    if asked and "RANK" not in as_torchrun(environment):
+        found.append(
+            "warning: accelerate launch has started one process, though MASTER_ADDR is set as if there were several "
+            "(on CPUs it starts several only by mpirun); use torchrun --nproc-per-node N, or triaxis run -n N"
+        )
+    return found
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -15,7 +15,7 @@ from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_direc
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
 from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command
-from triaxis.launch.environment import Launch, LaunchError, overlap_warnings, read_launch, speaks
+from triaxis.launch.environment import Launch, LaunchError, launch_warnings, read_launch, speaks
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.gpu_environment import gpu_environment
 from triaxis.launch.hub import local_model
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from triaxis.launch.ranks import run_processes, run_simulated
 
     told = (bubble_warning(config, resolved), depths_warning(config))
-    warnings_here = [*overlap_warnings(os.environ), *filter(None, told)]
+    warnings_here = [*launch_warnings(os.environ), *filter(None, told)]
     for warning in warnings_here if launch.rank == 0 else ():
         print(warning, file=sys.stderr, flush=True)
     with held or nullcontext():

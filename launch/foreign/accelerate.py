@@ -20,7 +20,7 @@ _OWN_BLOCK = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_
 def _distributed_type(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
     if value in _PLAIN:
         found.notes.append(f"`{key}`: replicas are --dp; --zero 0 keeps all states on each, as DDP does")
-    elif value not in _OWN_BLOCK:
+    elif str(value) not in _OWN_BLOCK:
         found.refuse(key, value, f"it must be one of {', '.join((*_PLAIN, *_OWN_BLOCK))}")
 
 

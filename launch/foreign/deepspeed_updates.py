@@ -69,7 +69,7 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 
 def read_scheduler(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
-    if not isinstance(value, dict) or value.get("type") not in _SCHEDULES:
+    if not isinstance(value, dict) or str(value.get("type")) not in _SCHEDULES:
         known = ", ".join(_SCHEDULES)
         found.refuse(
             key, value, f"its type must be one of {known}; or leave it out and use --lr-scheduler-type"

@@ -118,9 +118,8 @@ def read_fsdp(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
         found.must(key, value, "an object")
         return
     values = {name: typed(each) for name, each in value.items()}
-    told = {None, AUTO}
-    plain = {name.removeprefix("fsdp_"): each for name, each in values.items() if each not in told}
-    unread = {1: "reshard_after_forward", 2: "sharding_strategy"}.get(plain.get("version", 0), "")
+    plain = {name.removeprefix("fsdp_"): each for name, each in values.items() if each not in (None, AUTO)}
+    unread = {"1": "reshard_after_forward", "2": "sharding_strategy"}.get(str(plain.get("version")), "")
     if unread and len(_STRATEGIES.keys() & plain.keys()) == 2:
         values = {name: each for name, each in values.items() if name.removeprefix("fsdp_") != unread}
         plain.pop(unread)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triaxis.launch.foreign.meaning import Meant, Translation, fixed, never, nothing, switched
+from triaxis.launch.foreign.meaning import Meant, Translation, fixed, never, nothing, renamed, switched
 
 _SHOWN = nothing("a run shows itself as docs/api.md and --logging-steps say")
 _EVALUATION = nothing("an evaluation is the held-out loss, in --dtype, over --eval-batches")
@@ -49,6 +49,19 @@ REST_VALUES: dict[str, Translation] = {
     ),
     "--parallelism-config": fixed(("{}", "none"), "use --tp, --pp, --dp and --ep"),
     "--train-sampling-strategy": fixed(("random",), "rows come in the order of --seed; --pack fills them"),
+    "--fp16-opt-level": nothing("of fp16, which is off"),
+    "--fp16-backend": nothing("of fp16, which is off"),
+    "--half-precision-backend": nothing("of fp16, which is off"),
+    "--per-gpu-train-batch-size": renamed("--per-device-train-batch-size"),
+    "--fsdp-min-num-params": nothing("each block is gathered as a whole"),
+    "--fsdp-transformer-layer-cls-to-wrap": nothing("each block is gathered as a whole"),
+    "--sharded-ddp": fixed(("", "none", "no"), "use --zero 0 to 3, or --fsdp"),
+    "--torchdynamo": fixed(("", "none"), "there is no compiled model"),
+    "--push-to-hub-model-id": _HUB,
+    "--past-index": fixed(("-1",), "a row is a whole text"),
+    "--ray-scope": nothing("of a search of hyperparameters"),
+    "--tpu-num-cores": fixed(("none",), "this engine runs on GPUs and CPUs"),
+    "--mp-parameters": fixed(("",), "use --tp and --pp"),
     "--debug": fixed(("", "none"), "--on-nan and --check-collectives look for faults"),
 }
 """Flags with a value that few lines have."""
@@ -94,6 +107,13 @@ REST_SWITCHES: dict[str, Translation] = {
     "--load-best-model-at-end": never("use --save-best, which keeps it, and triaxis convert"),
     "--greater-is-better": never("the best is the one with the least held-out loss"),
     "--ignore-data-skip": never("a resumed run goes on with the data that it has not seen"),
+    "--include-tokens-per-second": _SHOWN,
+    "--include-inputs-for-metrics": _EVALUATION,
+    **dict.fromkeys(("--dispatch-batches", "--split-batches"), _BATCHES),
+    "--adafactor": never("there are AdamW and SGD; see --optimizer"),
+    "--use-mps-device": never("this engine runs on CUDA GPUs and CPUs"),
+    "--use-ipex": never("kernels on CPUs are torch's; see triaxis doctor"),
+    "--jit-mode-eval": never("an evaluation runs the model as training does"),
     "--do-predict": never("use triaxis generate"),
 }
 """Booleans that few lines have."""

@@ -14,7 +14,7 @@ import pytest
 
 from triaxis.engine.config import ConfigError, RunConfig, learning_rate_at, warmup_steps_of
 from triaxis.engine.rules import resolve
-from triaxis.launch.environment import overlap_warnings, read_launch
+from triaxis.launch.environment import launch_warnings, read_launch
 from triaxis.launch.flags import GROUPS, parse_flags
 from triaxis.models.fields import with_fields
 from triaxis.models.presets import PRESETS
@@ -213,8 +213,8 @@ def test_a_launcher_that_is_broken_is_named(changes: dict[str, str], words: str)
 
 
 def test_variables_that_hide_overlap_are_told() -> None:  # B165
-    assert overlap_warnings({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == []
-    found = overlap_warnings({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_LAUNCH_BLOCKING": "1", "RANK": "0"})
+    assert launch_warnings({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == []
+    found = launch_warnings({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_LAUNCH_BLOCKING": "1", "RANK": "0"})
     assert len(found) == 2
     assert all(re.match(r"warning: CUDA_\w+=1 is set: .*; unset it", line) for line in found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from triaxis.launch.environment import LaunchError, first_host, read_launch, speaks
+from triaxis.launch.environment import LaunchError, first_host, launch_warnings, read_launch, speaks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -50,7 +50,8 @@ def test_one_process_of_such_a_launcher_is_one_process() -> None:
 
 def test_torchrun_inside_a_slurm_step_is_torchruns() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", **MEETING}
-    launch = read_launch(SLURM | torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    one_each = {"GROUP_WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "1"}
+    launch = read_launch(SLURM | torchrun | one_each | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert (launch.rank, launch.size, launch.hosted) == (3, 4, True)
     assert not read_launch(torchrun).hosted
 
@@ -71,3 +72,33 @@ def test_only_rank_0_of_any_launcher_speaks() -> None:
         and speaks(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
     )
     assert not any(speaks(variables) for variables in (OPEN_MPI, MPICH, SLURM, {"RANK": "3"}))
+
+
+def test_a_torchrun_for_each_task_is_explained() -> None:
+    """Four nodes, eight tasks a node, and each task a torchrun of eight processes: 256 where 32 are meant."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "32", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", **MEETING}
+    started = SLURM | torchrun | {"GROUP_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "32"}
+    with pytest.raises(LaunchError) as caught:
+        read_launch(started)
+    told = str(caught.value)
+    assert "once for each of its 32 tasks" in told and "256 are started where 32 are meant" in told
+    assert "--ntasks-per-node=1" in told
+    assert read_launch(started | {"SLURM_STEP_NUM_TASKS": "4"}).size == 32, "one torchrun a node"
+    del started["SLURM_STEP_NUM_TASKS"]
+    assert read_launch(started).size == 32, "the batch script's own torchrun is no step's"
+
+
+def test_the_deepspeed_launchers_variables() -> None:
+    """As deepspeed.launcher.launch of 0.19.8 sets them, on the second of two nodes of four GPUs."""
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1"}
+    launch = read_launch(variables | {"CROSS_SIZE": "2", **MEETING})
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (5, 8, 1, 4)
+
+
+def test_accelerate_that_starts_one_process_of_several_is_told() -> None:
+    accelerate = {"ACCELERATE_MIXED_PRECISION": "no", **MEETING}
+    (told,) = launch_warnings(accelerate)
+    assert "started one process" in told and "triaxis run -n N" in told
+    assert not launch_warnings(accelerate | {"RANK": "0"}) and not launch_warnings(MEETING)
+    assert not launch_warnings(accelerate | OPEN_MPI), "mpirun has started the others"
+    assert not launch_warnings({"ACCELERATE_MIXED_PRECISION": "no"})
