@@ -61,6 +61,7 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
     "lr_scheduler_type": ({}, {"lr_scheduler_type": "linear"}),
     "warmup_ratio": ({"warmup_steps": None}, {"warmup_ratio": 0.5}),
     "warmup_steps": ({}, {"warmup_steps": 3}),
+    "warmup_type": ({"warmup_steps": 3}, {"warmup_type": "log"}),
     "min_learning_rate_ratio": ({}, {"min_learning_rate_ratio": 0.5}),
     "weight_decay": ({}, {"weight_decay": 0.5}),
     "adam_beta1": ({}, {"adam_beta1": 0.5}),
