@@ -10,6 +10,7 @@ from typing import Literal
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.data.files import text_files
+from triaxis.engine.data.sets import named_sets
 from triaxis.engine.data.vocabulary import vocabulary_of
 from triaxis.models.config import ModelConfig
 from triaxis.models.presets import PRESETS, load_config, window_of
@@ -346,7 +347,7 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             f"leave one out"
         )
     data = config.data_path or config.data
-    faults += _missing_data("data", data)
+    faults += _set_faults(config, data)
     if config.eval_data is not None:
         if data == "stdlib":
             faults.append(
@@ -414,6 +415,26 @@ def _tokenizer(config: RunConfig, data: str) -> str | None:
         return config.tokenizer
     names = ("tokenizer.json", "tokenizer_config.json")
     return folder if any(os.path.isfile(Path(folder) / name) for name in names) else None
+
+
+def _set_faults(config: RunConfig, data: str) -> list[str]:
+    """What is wrong with the sets of data, each looked for where it should be."""
+    try:
+        sets = named_sets(data)
+    except ValueError as error:
+        return [str(error)]
+    faults = [fault for one in sets for fault in _missing_data("data", one.place)]
+    if sets[0].weight is not None and config.num_train_epochs is not None:
+        faults.append(
+            "`num_train_epochs` must be left out where data has weights, since each set then comes round at a time of "
+            f"its own, but is {config.num_train_epochs:g}; use --steps"
+        )
+    if sets[0].weight is not None and _save_strategy(config) == SaveStrategy.EPOCH:
+        faults.append(
+            "`save_strategy` must not be epoch where data has weights, since each set then comes round at a time of "
+            "its own; use steps or time"
+        )
+    return faults
 
 
 def _missing_data(field: str, data: str) -> list[str]:

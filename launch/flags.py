@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from triaxis.engine.config import RunConfig
+from triaxis.engine.data.files import SEPARATOR
 from triaxis.launch.command_line import Claim, Parser, number, one_of, whole
 from triaxis.launch.foreign.accelerate import read_accelerate, read_environment
 from triaxis.launch.foreign.deepspeed import read_deepspeed
@@ -61,13 +62,18 @@ ELSEWHERE = {
 }
 """Options of Megatron, DeepSpeed and the Hugging Face Trainer, and what they are called here."""
 
+SEVERAL = ("data", "data_path", "eval_data")
+"""Flags that take several words."""
+
 GROUPS: dict[str, dict[str, str]] = {
     "model and data": {
         "model": "A preset (tiny, small, llama3-8b, …), a .toml or .json file of model fields, or the config.json of a "
         "Hugging Face model: the architecture alone, with random weights.",
         "model_name_or_path": "A Hugging Face folder, or a name on the hub: architecture, weights and tokenizer.",
         "init_from": "A checkpoint of this engine to take the weights from, and nothing else.",
-        "data": "stdlib (the text of Python's own library, as bytes), a .jsonl file, or a Megatron .bin/.idx prefix.",
+        "data": "stdlib (the text of Python's own library, as bytes), files of text, folders or patterns of them, or a "
+        "Megatron .bin/.idx prefix. Several are read one behind the other; with weights (a.jsonl:0.7 b.jsonl:0.3) each "
+        "has its part of the samples.",
         "data_path": "Another name for --data.",
         "eval_data": "Held-out data of the same kind as --data; stdlib holds some of its own back.",
         "eval_fraction": "Hold this part of the .jsonl or text data back to evaluate on, chosen by content.",
@@ -192,6 +198,8 @@ def train_parser(
             given: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": f"{text}{said}"}
             if kind is bool:
                 group.add_argument(*names, action=Claim, **given)
+            elif name in SEVERAL:
+                group.add_argument(*names, action=Joined, nargs="+", metavar="TEXT", **given)
             else:
                 group.add_argument(*names, type=_reader(kind), metavar=_metavar(kind), **given)
     group = parser.add_argument_group("files of other programs (docs/deepspeed.md)")
@@ -210,6 +218,13 @@ FILES: dict[str, tuple[str, str, Callable[[str], Reading]]] = {
     "accelerate_config": ("FILE", "The YAML of accelerate launch --config_file.", read_accelerate),
 }
 """Options that name a file of another program: what stands for the value, help, and who reads it."""
+
+
+class Joined(argparse.Action):
+    """Several words, kept as one text with commas between them."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, SEPARATOR.join(values))
 
 
 class RunParser(Parser):

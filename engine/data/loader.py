@@ -1,7 +1,6 @@
 """Which rows a step trains on, and which of them are this rank's.
 
-The order is a function of (seed, epoch, index) and of nothing else: not of ranks, and not of how often a run
-was restarted. The state of a loader is one number, the samples consumed so far.
+The order is a `Course`: not a function of ranks, nor of how often a run was restarted.
 """
 
 from __future__ import annotations
@@ -11,16 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from triaxis.engine.data.course import Course
 from triaxis.engine.data.source import Source
-from triaxis.engine.data.stream import Ints, Sample
+from triaxis.engine.data.stream import Sample
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.parallel.kernels.attention import documents_of
-
-
-def epoch_order(rows: int, *, seed: int, epoch: int) -> Ints:
-    """A permutation of `rows`; sorts raw Philox numbers, whose stream NumPy promises not to change."""
-    keys = np.random.Philox(np.random.SeedSequence((seed, epoch))).random_raw(rows)
-    return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 class Loader:
@@ -28,6 +22,7 @@ class Loader:
 
     Sample j of a global batch goes to data rank j // (global_batch / data_size), and there fills
     microbatches in order. Example: global batch 8, microbatches of 2, 2 ranks: rank 1 has (4 5) (6 7).
+    course: the order of samples; left out, the source's epochs one behind the other
     """
 
     def __init__(
@@ -40,6 +35,7 @@ class Loader:
         data_rank: int,
         data_size: int,
         vocab_size: int,
+        course: Course | None = None,
     ) -> None:
         if len(source) == 0:
             raise ValueError("the source must hold at least one row, but is empty")
@@ -57,20 +53,7 @@ class Loader:
         self.data_rank = data_rank
         self.data_size = data_size
         self.vocab_size = vocab_size
-        self._orders: dict[int, Ints] = {}
-
-    def locate(self, sample: int) -> tuple[int, int]:
-        """(epoch, index) of the run's n-th sample, epochs behind each other."""
-        epoch, place = divmod(sample, len(self.source))
-        return epoch, int(self._order(epoch)[place])
-
-    def _order(self, epoch: int) -> Ints:
-        orders = self._orders  # another thread may put others in its place
-        if epoch not in orders:
-            kept = {known: order for known, order in orders.items() if abs(known - epoch) == 1}
-            orders = {**kept, epoch: epoch_order(len(self.source), seed=self.seed, epoch=epoch)}
-            self._orders = orders
-        return orders[epoch]
+        self.course = course or Course([len(source)], seed=seed)
 
     def step_batches(self, step: int, *, first_sample: int | None = None) -> list[Batch]:
         """This rank's microbatches of optimizer step `step` (from 0).
@@ -81,19 +64,14 @@ class Loader:
         share = self.global_batch // self.data_size
         first = step * self.global_batch if first_sample is None else first_sample
         first += self.data_rank * share
-        places = [self.locate(sample) for sample in range(first, first + share)]
+        places = list(zip(*(part.tolist() for part in self.course.places(first, first + share)), strict=True))
         size = self.microbatch_size
         return [self._batch(places[start : start + size]) for start in range(0, share, size)]
 
     def tokens_of(self, first_sample: int) -> int:
         """Real tokens, without padding, of the global batch that begins with this sample."""
-        tokens, sample, stop = 0, first_sample, first_sample + self.global_batch
-        while sample < stop:
-            epoch, place = divmod(sample, len(self.source))
-            part = self._order(epoch)[place : place + stop - sample]
-            tokens += self.source.tokens_of(part)
-            sample += len(part)
-        return tokens
+        _, rows = self.course.places(first_sample, first_sample + self.global_batch)
+        return self.source.tokens_of(rows)
 
     def eval_samples(self, batches: int | None = None) -> int:
         """The samples of an evaluation over all ranks: `batches` global batches, or all there are."""

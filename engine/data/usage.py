@@ -26,7 +26,7 @@ def told_usage(rows: int, samples: int, batch: int, epochs: float | None) -> str
     if samples < asked:
         left = asked - samples
         told += (
-            f"; {counted(left, 'sample')} of the {epochs:g} epochs {'is' if left == 1 else 'are'} left over: "
+            f"; {counted(left, 'sample')} of {_epochs(epochs)} {'is' if left == 1 else 'are'} left over: "
             f"a step takes {batch:,}, and the last step is a whole one"
         )
     if samples > asked:
@@ -34,6 +34,10 @@ def told_usage(rows: int, samples: int, batch: int, epochs: float | None) -> str
             f"; that is {samples / rows:.3g} epochs, not {epochs:g}: a step takes {batch:,}, and there is one"
         )
     return told
+
+
+def _epochs(epochs: float) -> str:
+    return "the one epoch" if epochs == 1 else f"the {epochs:g} epochs"
 
 
 def _times(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from triaxis.engine.checkpoint.folder import MANIFEST
 from triaxis.engine.checkpoint.manifest import RunState, damaged
@@ -12,6 +13,7 @@ from triaxis.engine.checkpoint.manifest import RunState, damaged
 NUMBERS = (int, float)
 FIRST_COUNTERS = ("step", "samples", "tokens", "loss")
 WHOLE = ("step", "samples", "tokens", "trained_tokens", "skipped_steps", "skipped_in_a_row", "norms")
+SET_KEYS = {"name": str, "fingerprint": str, "weight": int, "begun": int, "taken": int}
 ROW_KEYS = ("tokens", "labels", "positions", "documents")
 
 
@@ -46,6 +48,8 @@ def check_run_state(state: RunState, path: Path) -> None:
     extra = state.extra
     if not _is_whole(state.sampler.get("rows")):
         raise _lacks(path, "state.sampler.rows", "a whole number")
+    if not _has_sets(state.sampler):
+        raise _lacks(path, "state.sampler.sets", "sets of data, each with its weight and its samples")
     facts = extra.get("facts")
     if not isinstance(facts, dict) or not _is_whole(facts.get("global_batch")):
         raise _lacks(path, "state.extra.facts", "what decided the run's numbers, with its global_batch")
@@ -59,6 +63,25 @@ def check_run_state(state: RunState, path: Path) -> None:
 
 def _lacks(path: Path, key: str, what: str) -> Exception:
     return damaged(path, MANIFEST, f"is no run's to go on from: `{key}` must be {what}")
+
+
+def _has_sets(sampler: Mapping[str, Any]) -> bool:
+    """Whether a sampler has the sets of data that `Mix.saved` writes, or none, as earlier versions do."""
+    if "sets" not in sampler:
+        return True
+    lists = [sampler["sets"], sampler.get("away")]
+    if not all(isinstance(entries, list) for entries in lists):
+        return False
+    whole = all(_is_set(entry) for entries in lists for entry in entries)
+    since, samples = sampler.get("since"), sampler.get("samples")
+    return whole and type(since) is int and type(samples) is int and 0 <= since <= samples and bool(lists[0])
+
+
+def _is_set(entry: object) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != SET_KEYS.keys():
+        return False
+    kinds = all(type(entry[key]) is kind for key, kind in SET_KEYS.items())
+    return kinds and entry["weight"] > 0 and 0 <= entry["begun"] <= entry["taken"]
 
 
 def _is_whole(value: object) -> bool:

@@ -17,12 +17,15 @@ import torch
 
 from triaxis.engine.checkpoint.manifest import RunState
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
+from triaxis.engine.data.course import Course
 from triaxis.engine.data.fingerprint import fingerprint_code, fingerprint_tokenizer
+from triaxis.engine.data.joined import JoinedSource, OpenSet, refuse_equal
 from triaxis.engine.data.loader import Loader
+from triaxis.engine.data.sets import NamedSet, named_sets
 from triaxis.engine.data.show import shown_rows
-from triaxis.engine.data.source import open_source
+from triaxis.engine.data.source import Source, open_source
 from triaxis.engine.data.tokenizer import open_tokenizer
-from triaxis.engine.data.usage import told_usage
+from triaxis.engine.run.mixing import Mix, course_of, is_mixed, told_saved
 from triaxis.parallel.worlds.agreement import agree, gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -38,9 +41,13 @@ PLACES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
-    """This rank's loaders. evaluation: None where the run has none. fingerprints: of what is read, by what it is."""
+    """This rank's loaders. evaluation: None where the run has none. fingerprints: of what is read, by what it is.
+
+    mix: the sets of the training data
+    """
 
     training: Loader
+    mix: Mix
     evaluation: Loader | None
     fingerprints: Mapping[str, str]
 
@@ -70,9 +77,10 @@ def open_inputs(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, still: Cal
 
 
 def _open(config: RunConfig, resolved: ResolvedRun, mesh: Mesh) -> RunInputs:
-    training = _open_loader(config, resolved, mesh, "train")
-    assert training is not None, "only an evaluation split may be missing"
-    evaluation = _open_loader(config, resolved, mesh, "eval")
+    sets = _open_sets(config, resolved, "train")
+    source = sets[0].source if len(sets) == 1 else JoinedSource(sets)
+    training = _loader(source, config, resolved, mesh, course_of(sets, config.seed))
+    evaluation = _open_evaluation(config, resolved, mesh)
     if evaluation is not None and config.eval_batches:
         for _ in evaluation.eval_batches(config.eval_batches):
             pass  # a token that no embedding has would end the run after its last step
@@ -84,31 +92,55 @@ def _open(config: RunConfig, resolved: ResolvedRun, mesh: Mesh) -> RunInputs:
         "version of triaxis": fingerprint_code([ROOMS / room for room in ("parallel", "models", "engine")]),
         "version of PyTorch": torch.__version__,
     }
-    return RunInputs(training=training, evaluation=evaluation, fingerprints=fingerprints)
+    return RunInputs(
+        training=training, mix=Mix(sets, training), evaluation=evaluation, fingerprints=fingerprints
+    )
 
 
 def _short(value: object) -> str:
     return blake2b(repr(value).encode(), digest_size=12).hexdigest()
 
 
-def _open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: str) -> Loader | None:
-    """This rank's loader; None for an evaluation split that the run does not have."""
-    data: str | Path = resolved.data
-    if split == "eval" and resolved.data != "stdlib":
-        if config.eval_data is None and not config.eval_fraction:
-            return None
-        data = config.eval_data or data
-    source = open_source(
-        data,
-        split=split,
-        sequence_length=config.seq,
-        seed=config.seed,
-        tokenizer_path=resolved.tokenizer,
-        on_bad_sample=config.on_bad_sample,
-        pack=config.pack,
-        train_inserted=config.train_inserted_think,
-        eval_fraction=config.eval_fraction or None,
+def _open_evaluation(config: RunConfig, resolved: ResolvedRun, mesh: Mesh) -> Loader | None:
+    """This rank's loader of what is held out; None where the run holds nothing out."""
+    if resolved.data != "stdlib" and config.eval_data is None and not config.eval_fraction:
+        return None
+    sets = _open_sets(config, resolved, "eval")
+    return _loader(
+        sets[0].source if len(sets) == 1 else JoinedSource(sets, mixed=True), config, resolved, mesh
     )
+
+
+def _open_sets(config: RunConfig, resolved: ResolvedRun, split: str) -> list[OpenSet]:
+    """What a split reads: one set, or one for each that `--data` gives a weight."""
+    own = split == "eval" and config.eval_data is not None
+    named = (NamedSet(place=str(config.eval_data)),) if own else named_sets(resolved.data)
+    opened = [
+        OpenSet(
+            name=one.place,
+            weight=one.weight or 1,
+            weighed=one.weight is not None,
+            source=open_source(
+                one.place,
+                split=split,
+                sequence_length=config.seq,
+                seed=config.seed,
+                tokenizer_path=resolved.tokenizer,
+                on_bad_sample=config.on_bad_sample,
+                pack=config.pack,
+                train_inserted=config.train_inserted_think,
+                eval_fraction=config.eval_fraction or None,
+            ),
+        )
+        for one in named
+    ]
+    refuse_equal(opened)
+    return opened
+
+
+def _loader(
+    source: Source, config: RunConfig, resolved: ResolvedRun, mesh: Mesh, course: Course | None = None
+) -> Loader:
     if source.vocab_size > resolved.model.vocab_size:
         raise ValueError(
             f"`model` must have a vocabulary of at least the data's {source.vocab_size} tokens, "
@@ -122,6 +154,7 @@ def _open_loader(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, split: st
         data_rank=mesh.dp.rank,
         data_size=mesh.dp.size,
         vocab_size=resolved.model.vocab_size,
+        course=course,
     )
 
 
@@ -146,7 +179,7 @@ def told_inputs(inputs: RunInputs, config: RunConfig, resolved: ResolvedRun, sam
     training, evaluation = inputs.training, inputs.evaluation
     told = [
         training.source.summary(),
-        told_usage(len(training.source), samples, resolved.global_batch, resolved.epochs),
+        *inputs.mix.told(samples, resolved.global_batch, resolved.epochs),
     ]
     if evaluation is not None:
         told.append(evaluation.source.summary())
@@ -155,7 +188,8 @@ def told_inputs(inputs: RunInputs, config: RunConfig, resolved: ResolvedRun, sam
             told.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
     if config.show_samples:
         tokenizer = open_tokenizer(resolved.tokenizer)
-        told += shown_rows(training.source, tokenizer, config.show_samples)
+        for one in inputs.mix.sets:
+            told += shown_rows(one.source, tokenizer, config.show_samples)
     return told
 
 
@@ -222,7 +256,15 @@ def check_same_inputs(state: RunState, inputs: RunInputs, data: str) -> None:
     """Raises ConfigError where a run goes on with other data than it began with. Alike on all ranks."""
     saved = state.extra.get("fingerprints")
     rows = len(inputs.training.source)
-    if state.sampler["rows"] != rows:
+    weighed = inputs.mix.weighed  # sets may then come and go; each is known by its own fingerprint
+    if not weighed and is_mixed(state):
+        raise ConfigError(
+            (
+                f"`data` must give weights, as it did when {told_saved(state)} was saved, but is {data}; they may be "
+                "others, and sets may be left out",
+            )
+        )
+    if state.sampler["rows"] != rows and not weighed:
         raise ConfigError(
             (
                 f"`data` must stay as it was saved, with {state.sampler['rows']} rows, but {data} has {rows}; "
@@ -231,7 +273,8 @@ def check_same_inputs(state: RunState, inputs: RunInputs, data: str) -> None:
         )
     if not isinstance(saved, dict):
         return  # of a version that kept none
-    changed = [what for what in SAVED if what in saved and saved[what] != inputs.fingerprints[what]]
+    kept = SAVED[1:] if weighed else SAVED
+    changed = [what for what in kept if what in saved and saved[what] != inputs.fingerprints[what]]
     if changed:
         raise ConfigError(
             tuple(

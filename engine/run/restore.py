@@ -75,12 +75,19 @@ def restore(
     )
     check_same_run(state, config, resolved)
     check_same_inputs(state, inputs, resolved.data)
+    mixed = inputs.mix.go_on(state)
     here = rounding(config, resolved, training.mesh.world)
     note = check_replay(state, replay(training, stored_row(state)), here, config.dtype, path)
     loaded = (
         f"resumed at step {state.step} from {path}: all {store.tensors} tensors, and the stored row's loss"
     )
-    for line in (loaded, note, *told_changes(state, config, resolved), *changed_inputs(state, inputs)):
+    for line in (
+        loaded,
+        note,
+        *told_changes(state, config, resolved),
+        *mixed,
+        *changed_inputs(state, inputs),
+    ):
         if line is not None:
             say(line)
     if training.mesh.world.rank == 0:

@@ -17,7 +17,8 @@ from triaxis.engine.run.counters import check_run_state
 from triaxis.models.fields import config_from_fields, model_facts
 from triaxis.parallel.places.legal_values import divisors, listed, nearest
 
-KEPT_FLAGS = ("seed", "seq", "pack", "tokenizer", "on_bad_sample", "optimizer", "dtype")
+KEPT_FLAGS = ("seed", "seq", "pack", "on_bad_sample", "optimizer", "dtype")
+"""Data and tokenizer are compared by content, wherever they lie: see `triaxis.engine.run.inputs`."""
 TOLD_FLAGS = (
     *("steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
     "warmup_type",
@@ -113,9 +114,8 @@ def _state_at(path: Path) -> RunState:
 def facts_of(config: RunConfig, resolved: ResolvedRun) -> dict[str, object]:
     """What a resumed run must have in common with the saved one, by flag; JSON."""
     model = model_facts(resolved.model)
-    data = resolved.data if resolved.data == "stdlib" else str(Path(resolved.data).resolve())
     kept = {name: getattr(config, name) for name in KEPT_FLAGS}
-    facts = {"model": model, "data": data, **kept, "accumulate_dtype": resolved.accumulate_dtype}
+    facts = {"model": model, **kept, "accumulate_dtype": resolved.accumulate_dtype}
     found: dict[str, object] = json.loads(json.dumps({**facts, "global_batch": resolved.global_batch}))
     return found
 

@@ -201,6 +201,7 @@ class Saver:
                 "seed": self._config.seed,
                 "samples": counters.samples,
                 "rows": len(self._inputs.training.source),
+                **self._inputs.mix.saved(counters.samples),
             },
             eval_loss=replay(self._training, self._row),
             extra={

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from triaxis.engine.data.loader import Loader, epoch_order
+from triaxis.engine.data.course import epoch_order
+from triaxis.engine.data.loader import Loader
 from triaxis.engine.data.source import Source, open_source
 from triaxis.engine.data.stdlib import held_out, list_files, open_stdlib
 from triaxis.engine.data.stream import ArrayTokens, Rows, Sample, StreamSource, cut_windows, pack_documents

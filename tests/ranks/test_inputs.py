@@ -14,6 +14,7 @@ from tests.runs import prepare, rows, run
 from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.data import loader as loader_module
+from triaxis.engine.data.course import epoch_order
 from triaxis.engine.data.fingerprint import fingerprint_files
 from triaxis.engine.data.source import open_source
 from triaxis.engine.data.stdlib import list_files
@@ -136,9 +137,9 @@ def test_the_default_data_is_all_there_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows_", "samples", "batch", "epochs", "expected"),
     [
-        (13, 8, 8, 1, "trains on 8 of 13 rows, each once; 5 samples of the 1 epochs are left over"),
+        (13, 8, 8, 1, "trains on 8 of 13 rows, each once; 5 samples of the one epoch are left over"),
         (2, 8, 8, 1, "trains on all 2 rows, each 4 times; that is 4 epochs, not 1"),
-        (9, 8, 4, 1, "trains on 8 of 9 rows, each once; 1 sample of the 1 epochs is left over"),
+        (9, 8, 4, 1, "trains on 8 of 9 rows, each once; 1 sample of the one epoch is left over"),
         (9, 24, 4, 3, "9 rows: 6 of them 3 times, the others twice; 3 samples of the 3 epochs are left over"),
         (3, 8, 8, 1, "3 rows: 2 of them 3 times, the others twice; that is 2.67 epochs, not 1"),
         (8, 16, 8, 2, "trains on all 8 rows, each twice"),
@@ -181,7 +182,7 @@ def test_the_start_says_what_is_left_over(
 
 def seen(flags: dict[str, Any], tmp_path: Path) -> list[int]:
     """The lines that the first 8 samples are."""
-    order = loader_module.epoch_order(13, seed=flags.get("seed", 0), epoch=0)
+    order = epoch_order(13, seed=flags.get("seed", 0), epoch=0)
     return order[:8].tolist()
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from tests.runs import MEASURED, last_state, prepare, rows, run
 from triaxis.engine.checkpoint.folder import complete_checkpoints
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_manifest, write_manifest
 from triaxis.engine.config import ConfigError, RunConfig
+from triaxis.engine.data.course import Course
+from triaxis.engine.data.loader import Loader
+from triaxis.engine.data.source import open_source
 from triaxis.engine.rules import resolve
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
+from triaxis.models.batch import Batch
 from triaxis.parallel.replicas import initialize
 
 LAYOUTS: list[Any] = [
@@ -212,7 +217,6 @@ def test_another_run_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -
     changes: dict[str, Any] = {
         "seed": 1,
         "seq": 32,
-        "data": str(tmp_path / "moved.jsonl"),
         "optimizer": "sgd",
         "dtype": "bf16",
         "pack": False,
@@ -226,27 +230,38 @@ def test_another_run_is_refused_by_name(flags: dict[str, Any], tmp_path: Path) -
         with pytest.raises(ConfigError, match=f"`{wrong}` must") as caught:
             check_same_run(start.state, start.config, resolve(start.config, 1))
         assert len(caught.value.faults) == 1
-    told = run({**common, "resume": "auto", "learning_rate": 1e-3, "save_total_limit": 3})
+    moved = {"data": str(tmp_path / "moved.jsonl")}  # content is what counts
+    told = run({**common, **moved, "resume": "auto", "learning_rate": 1e-3, "save_total_limit": 3})
     assert told.steps == 20
 
 
 def test_a_larger_batch_goes_on_with_the_next_sample(flags: dict[str, Any], tmp_path: Path) -> None:  # B110
     """Ten steps of 8 sequences, then one of 16: the samples 80 to 95, and no other."""
-    seen: list[int] = []
     common = {**flags, "output_dir": str(tmp_path), "lr_scheduler_type": "constant", "eval_steps": None}
     run({**common, "microbatches": 8, "steps": 10, "save_steps": 10})
-    from triaxis.engine.data.loader import Loader
+    seen: list[tuple[int, int]] = []
+    made = Loader._batch
 
-    locate = Loader.locate
-
-    def noted(self: Loader, sample: int) -> tuple[int, int]:
-        seen.append(sample)
-        return locate(self, sample)
+    def noted(self: Loader, places: Sequence[tuple[int, int]]) -> Batch:
+        seen.extend(places)
+        return made(self, places)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loader, "locate", noted)
-        run({**common, "microbatches": 16, "global_batch": 16, "steps": 11, "resume": "auto"})
-    assert seen == list(range(80, 96))
+        patch.setattr(Loader, "_batch", noted)
+        # The end's evaluation would be of rows too.
+        run(
+            {
+                **common,
+                "microbatches": 16,
+                "global_batch": 16,
+                "steps": 11,
+                "eval_batches": 0,
+                "resume": "auto",
+            }
+        )
+    rows = len(open_source(flags["data"], split="train", sequence_length=flags["seq"]))
+    epochs, places = Course([rows], seed=0).places(80, 96)
+    assert seen == list(zip(epochs.tolist(), places.tolist(), strict=True))
 
 
 def test_a_save_at_an_epochs_end_skips_nothing(flags: dict[str, Any], tmp_path: Path) -> None:  # B111
