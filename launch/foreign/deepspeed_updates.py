@@ -56,7 +56,7 @@ def read_optimizer(found: Reading, key: str, value: Any) -> None:  # noqa: ANN40
         given = {name for name, theirs in _PARAMS.items() if isinstance(params, dict) and theirs in params}
         for name, left_out in _LEFT_OUT.items():
             if name not in given:
-                found.imply(f"{key}.params.{_PARAMS[name]}", name, left_out)
+                found.imply(f"{key}.params.{_PARAMS[name]}, left out", name, left_out)
 
 
 _PARAMS = {

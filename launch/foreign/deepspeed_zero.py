@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triaxis.launch.foreign.keys import AUTO, Reader, Reading, block, number, only, same, switch
+from triaxis.launch.foreign.keys import AUTO, IN_OUTPUT, Reader, Reading, block, number, only, same, switch
 
 
 def _offload(name: str) -> Reader:
@@ -38,9 +38,21 @@ def _offload(name: str) -> Reader:
     )
 
 
+def _export(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
+    """The trained weights, whole and in the run's dtype, as a folder beside the checkpoints."""
+    if value is True:
+        found.imply(key, "save_hf", f"{IN_OUTPUT}/hf")
+    elif value is False:
+        found.notes.append(
+            f"`{key}`: triaxis convert OUTPUT --to hf DIR writes whole weights from any checkpoint"
+        )
+    elif value != AUTO:
+        found.must(key, value, 'true, false or "auto"')
+
+
 _LIMIT = same("a limit on speed or memory; here one unit is gathered ahead, and the numbers are the same")
 ALWAYS = same("always so here")
-_ZERO: dict[str, Reader] = {
+ZERO: dict[str, Reader] = {
     "stage": number("zero", whole=True),
     "offload_optimizer": _offload("offload_optimizer"),
     "offload_param": _offload("offload_param"),
@@ -76,9 +88,7 @@ _ZERO: dict[str, Reader] = {
             "gather_16bit_weights_on_model_save",
             "stage3_gather_fp16_weights_on_model_save",
         ),
-        same(
-            "`--save-hf DIR`, or `triaxis convert OUT --to file FILE`, writes 16-bit weights from any checkpoint"
-        ),
+        _export,
     ),
     "cpu_offload": switch("offload_optimizer", "cpu"),
     "cpu_offload_param": switch("offload_param", "cpu"),
@@ -121,6 +131,6 @@ def read_zero(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
     if isinstance(value, bool):  # its deprecated form
         found.put(key, "zero", int(value))
         return
-    block(_ZERO)(found, key, value)
+    block(ZERO)(found, key, value)
     if isinstance(value, dict) and value.get("stage") == AUTO:
         found.notes.append(f"`{key}.stage`: auto leaves the stage to --zero (DeepSpeed would take 0)")

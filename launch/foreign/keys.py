@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from triaxis.engine.config import RunConfig
+
 AUTO = "auto"
+IN_OUTPUT = "{output_dir}"
+"""What stands for --output-dir in a value that a file implies."""
 
 
 @dataclass(slots=True)
@@ -22,7 +26,7 @@ class Reading:
     path: the file, or whatever else has keys, as people know it
     values, keys: fields of RunConfig, and the key that said each; notes, faults: lines for people
     others: files that this one names
-    implied: fields that a file decides by leaving a key out; a flag or another file that says one is no conflict
+    implied: fields that a file decides without saying them; a flag or another file that says one is no conflict
     """
 
     path: str
@@ -40,9 +44,9 @@ class Reading:
             self.implied.discard(name)
 
     def imply(self, key: str, name: str, value: Any) -> None:  # noqa: ANN401
-        """The key, left out, stands for a value, unless something else says one."""
+        """A value that follows from the key, or from its being left out, unless something else says one."""
         if name not in self.values:
-            self.values[name], self.keys[name] = value, f"{key}, left out"
+            self.values[name], self.keys[name] = value, key
             self.implied.add(name)
 
     def refuse(self, key: str, value: Any, why: str) -> None:  # noqa: ANN401
@@ -204,7 +208,14 @@ def combined(
     ]
     if faults:
         raise ValueError("\n".join(faults))
-    return {**found.values, **given}
+    values = {**found.values, **given}
+    if "save_hf" in found.implied and values.get("save_strategy") == "no" and "save_hf" not in given:
+        del values["save_hf"]  # an export is made from the last checkpoint, of which there is none
+    folder = str(values.get("output_dir", RunConfig().output_dir))
+    return {
+        name: value.replace(IN_OUTPUT, folder) if isinstance(value, str) else value
+        for name, value in values.items()
+    }
 
 
 def flag_of(name: str) -> str:

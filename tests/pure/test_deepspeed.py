@@ -48,7 +48,8 @@ def written(folder: Path, values: Any) -> str:
 
 def test_the_file_that_people_have_is_read_whole(tmp_path: Path) -> None:
     found = read_deepspeed(written(tmp_path, STAGE3))
-    assert found.values == {
+    assert found.implied == {"save_hf"}
+    assert {name: value for name, value in found.values.items() if name != "save_hf"} == {
         "global_batch": 128,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 8,
@@ -59,7 +60,19 @@ def test_the_file_that_people_have_is_read_whole(tmp_path: Path) -> None:
         "max_grad_norm": 1.0,
     }
     told = "\n".join(found.notes)
-    assert "`zero_optimization.overlap_comm`" in told and "triaxis convert OUT --to file" in told
+    assert "`zero_optimization.overlap_comm`" in told and "`wall_clock_breakdown`" in told
+
+
+def test_gather_on_save_exports_beside_the_checkpoints(tmp_path: Path) -> None:
+    """N23: true is the whole weights, false a line that says how to get them; a flag of one's own wins."""
+    path = written(tmp_path, STAGE3)
+    assert parse_flags(["--deepspeed", path, "--output_dir", "out"], speaks=False).save_hf == "out/hf"
+    assert parse_flags(["--deepspeed", path], speaks=False).save_hf == "output/hf"
+    assert parse_flags(["--deepspeed", path, "--save_hf", "mine"], speaks=False).save_hf == "mine"
+    assert parse_flags(["--deepspeed", path, "--save_strategy", "no"], speaks=False).save_hf is None
+    key = "stage3_gather_16bit_weights_on_model_save"
+    found = read_deepspeed(written(tmp_path, {"zero_optimization": {key: False}}))
+    assert not found.values and "triaxis convert OUTPUT --to hf DIR" in found.notes[0]
 
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "deepspeed_configs.json").read_text())
