@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -15,7 +16,12 @@ from typing import IO, Any, cast
 from triaxis.engine.data.chat import BadLine
 
 KINDS = (".jsonl", ".json", ".txt", ".parquet")
-OPENERS: dict[str, Callable[[Path], object]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable[[IO[bytes]], object]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda raw: _zstandard(raw),
+}
 SEPARATOR = ","
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -56,23 +62,35 @@ def text_files(data: str, field: str = "data") -> list[Path] | None:
     return list(dict.fromkeys(found))
 
 
-def records(path: Path) -> Iterator[tuple[int, Record]]:
-    """(line, or number from 1; record) of every record that is not blank."""
+def records(path: Path, raw: IO[bytes] | None = None) -> Iterator[tuple[int, Record]]:
+    """(line, or number from 1; record) of every record that is not blank.
+
+    raw: the file, open, for a caller who wants to know how far it is read; a table's stays at its beginning
+    """
     kind = kind_of_file(path)
     if kind == ".parquet":
         yield from _rows(path)
         return
-    opened = cast(IO[bytes], OPENERS[path.suffix](path) if path.suffix in OPENERS else path.open("rb"))
-    with opened as lines:
+    with raw or path.open("rb") as file, _decompressed(path, file) as lines:
         if kind == ".txt":
             yield 1, _text(lines.read().removeprefix(BYTE_ORDER_MARK))
         elif kind == ".json":
-            yield from _array(lines.read().removeprefix(BYTE_ORDER_MARK))
+            yield from _objects(lines.read().removeprefix(BYTE_ORDER_MARK))
         else:
             for number, line in enumerate(lines, start=1):
                 content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                 if content.strip():
                     yield number, content
+
+
+def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    return cast(IO[bytes], OPENERS[path.suffix](raw)) if path.suffix in OPENERS else raw
+
+
+def _zstandard(raw: IO[bytes]) -> object:
+    import pyarrow  # noqa: PLC0415 - slow to import
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
 
 
 def _text(content: bytes) -> Record:
@@ -82,16 +100,28 @@ def _text(content: bytes) -> Record:
         return BadLine(f"is not UTF-8 (byte {error.start})")
 
 
-def _array(content: bytes) -> Iterator[tuple[int, Record]]:
-    """A list of objects; else lines of them."""
+def _objects(content: bytes) -> Iterator[tuple[int, Record]]:
+    """A list of objects, one object over several lines, or an object a line."""
+    lines = [(n, line) for n, line in enumerate(content.splitlines(), start=1) if line.strip()]
     try:
         whole = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if len(lines) > 1 and not _is_json(lines[0][1]):
+            yield lines[0][0], BadLine(f"is not JSON ({error})")
+            return
+        whole = None  # a line each, each with what is wrong with it
+    if whole is None or (len(lines) == 1 and not isinstance(whole, list)):
+        yield from lines
+    else:
+        yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
     except (ValueError, RecursionError):
-        whole = None
-    if isinstance(whole, list):
-        yield from enumerate(whole, start=1)
-        return
-    yield from ((n, line) for n, line in enumerate(content.splitlines(), start=1) if line.strip())
+        return False
+    return True
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Record]]:

@@ -10,7 +10,7 @@ What a line may be:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -53,6 +53,13 @@ class Tally:
         self.trained_tokens += len(encoded.ids) if encoded.trained is None else sum(encoded.trained)
         self.conversations += encoded.trained is not None
 
+    def take(self, other: Tally) -> None:
+        """Adds what became of other lines, which came later."""
+        for name in ("read", "kept", "empty", "unended", "tokens", "trained_tokens", "conversations"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.bad += other.bad
+        self.unread |= other.unread
+
     def __str__(self) -> str:
         return f"read {self.read}, kept {self.kept}, empty {self.empty}, bad {len(self.bad)}"
 
@@ -88,22 +95,32 @@ class Document:
     trained: list[bool] | None
 
 
-def read_documents(
-    path: Path,
-    tokenizer: Tokenizer,
-    tally: Tally,
-    on_bad_sample: str,
-    *,
-    still: Callable[[], None] = lambda: None,
-) -> Iterator[Document]:
-    """The file's documents in order; `tally` is filled as they are read. still: called for each."""
-    on_bad = _on_bad(on_bad_sample)
+def read_documents(path: Path, tokenizer: Tokenizer, tally: Tally, on_bad_sample: str) -> Iterator[Document]:
+    """The file's documents in order; `tally` is filled as they are read. Raises ValueError where there is none."""
     if not path.is_file():
         raise ValueError(f"`data` must be a file, but {path} does not exist")
     kept = tally.kept
-    for number, record in records(path):
+    yield from documents_of(path, records(path), tokenizer, tally, on_bad_sample)
+    if tally.kept == kept:
+        raise empty_file(path, tally)
+
+
+def empty_file(path: Path, tally: Tally) -> ValueError:
+    listing = f": {tally.listing()}" if tally.bad else ""
+    return ValueError(f"{path} must hold at least one document, but has none ({tally}){listing}")
+
+
+def documents_of(
+    path: Path,
+    found: Iterable[tuple[int, Record]],
+    tokenizer: Tokenizer,
+    tally: Tally,
+    on_bad_sample: str,
+) -> Iterator[Document]:
+    """The documents of some of a file's records, (line, record) each."""
+    on_bad = _on_bad(on_bad_sample)
+    for number, record in found:
         tally.read += 1
-        still()
         try:
             encoded = _encode(parse_record(record, tokenizer, tally), tokenizer)
         except BadLine as error:
@@ -118,9 +135,6 @@ def read_documents(
             continue
         tally.add(encoded)
         yield Document(line=number, ids=encoded.ids, trained=encoded.trained)
-    if tally.kept == kept:
-        listing = f": {tally.listing()}" if tally.bad else ""
-        raise ValueError(f"{path} must hold at least one document, but has none ({tally}){listing}")
 
 
 def _on_bad(value: str) -> OnBadSample:

@@ -48,7 +48,7 @@ def opened(data: object, **options: Any) -> Source:
 
 
 @pytest.mark.parametrize(
-    "kind", ["folder", "pattern", "several", "gzip", "json", "json lines", "parquet", "txt"]
+    "kind", ["folder", "pattern", "several", "gzip", "zstandard", "json", "json lines", "parquet", "txt"]
 )
 def test_the_same_texts_in_any_kind_of_file(tmp_path: Path, kind: str) -> None:
     plain = tokens(opened(lines(tmp_path / "all.jsonl", TEXTS)))
@@ -62,6 +62,12 @@ def test_the_same_texts_in_any_kind_of_file(tmp_path: Path, kind: str) -> None:
     elif kind == "gzip":
         data = tmp_path / "d" / "a.jsonl.gz"
         data.write_bytes(gzip.compress((tmp_path / "all.jsonl").read_bytes()))
+    elif kind == "zstandard":
+        import pyarrow
+
+        data = tmp_path / "d" / "a.jsonl.zst"
+        with pyarrow.OSFile(str(data), "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as packed:
+            packed.write((tmp_path / "all.jsonl").read_bytes())
     elif kind.startswith("json"):
         data = tmp_path / "d" / "a.json"
         whole = json.dumps([{"text": text} for text in TEXTS], indent=1)
@@ -81,6 +87,36 @@ def test_the_same_texts_in_any_kind_of_file(tmp_path: Path, kind: str) -> None:
     assert source.describe(len(source) - 1, 60).endswith(
         expected.get(kind, {"txt": "039.txt:1"}.get(kind, ":40"))
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "texts", "said"),
+    [
+        ('{\n  "text": "one"\n}\n', ["one"], ""),
+        ('{"text": "one"}', ["one"], ""),
+        ('[{"text": "a"},\n {"text": "b"}]', ["a", "b"], ""),
+        ('{"text": "a"}\n\n{"text": "b"}\n', ["a", "b"], ""),
+        (
+            '{\n "name": 1,\n "seed": 2\n}',
+            [],
+            r"x\.json:1: must have the key `text` or `messages`, but has 'name', 'seed'",
+        ),
+        ('[\n{"text": "a"}\n,\n]', [], r"x\.json:1: is not JSON \(Expecting value: line 4"),
+        ('{"text": "a"}\n{"text":\n', [], r"x\.json:2: is not JSON"),
+        ("[[1]]", [], r"x\.json:1: must be a JSON object, but is of type list"),
+    ],
+)
+def test_a_json_file_is_a_list_an_object_or_lines(
+    tmp_path: Path, content: str, texts: list[str], said: str
+) -> None:
+    (tmp_path / "x.json").write_text(content)
+    if said:
+        with pytest.raises(ValueError, match=said):
+            opened(tmp_path)
+        return
+    source = opened(tmp_path, pack=False)
+    found = [bytes(t for t in row[:64] if t < 256).rstrip(b"\0").decode() for row in tokens(source)]
+    assert found == texts
 
 
 def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
@@ -148,20 +184,22 @@ def test_rows_from_the_cache_are_those_from_memory(
     monkeypatch.setattr("triaxis.engine.data.stream.BLOCK", block)
     stored = opened(path, cache=tmp_path / "cache")
     assert tokens(stored) == tokens(memory) and stored.fingerprint == memory.fingerprint
-    assert stored.summary() == memory.summary() and stored.describe(1, 3) == memory.describe(1, 3)
+    (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock")
+    assert stored.summary() == f"{memory.summary()}\n  tokenized once, into {entry}"
+    assert stored.describe(1, 3) == memory.describe(1, 3)
 
 
 def test_it_is_tokenized_once_and_anew_when_something_changed(
     tmp_path: Path, cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, made = lines(tmp_path / "x.jsonl", TEXTS), []
-    plain = corpus._tokenize
+    plain = corpus.tokenize_apart
 
     def noted(*given: Any) -> None:
         made.append(threading.get_ident())
         plain(*given)
 
-    monkeypatch.setattr(corpus, "_tokenize", noted)
+    monkeypatch.setattr(corpus, "tokenize_apart", noted)
     start = threading.Barrier(4)
 
     def rank() -> None:
