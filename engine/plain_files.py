@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,3 +51,14 @@ def read_plain(path: Path) -> BinaryIO:
 
 def _not_a_file(number: int, kind: str, path: Path) -> OSError:
     return OSError(number, f"{kind}, not a file", str(path))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process, and one thread, at a time."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -14,7 +14,7 @@ from triaxis.engine.config import ResolvedRun, RunConfig, warmup_steps_of
 from triaxis.launch.command_line import Claim, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import RunParser, config_of, train_parser
-from triaxis.launch.hub import local_model
+from triaxis.launch.hub import located
 from triaxis.launch.resolution import Setting, curve_of, model_origin, model_settings, settings_of, sparkline
 
 DESCRIPTION = """Prints the run that a command line asks for: every value, and whether a flag, a key of a DeepSpeed or
@@ -34,10 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.tells_notes = False
     _add_options(parser)
     options = parser.parse_args(arguments)
-    config = config_of(options)
     try:
-        if config.model_name_or_path is not None:
-            config = _with_folder(config)
+        config = located(config_of(options))
         resolved = resolve_or_advise(config, options.ranks or _ranks(config))
         steps = resolved.total_steps
         if steps is None and options.read_data:
@@ -69,12 +67,6 @@ def _add_options(parser: RunParser) -> None:
         help="read the data where the run's length is in epochs, to know its steps (default: True)",
     )
     group.add_argument("--json", action=Claim, help="print one JSON object")
-
-
-def _with_folder(config: RunConfig) -> RunConfig:
-    import dataclasses
-
-    return dataclasses.replace(config, model_name_or_path=local_model(str(config.model_name_or_path)))
 
 
 def _ranks(config: RunConfig) -> int:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+
+from triaxis.engine.config import RunConfig
+from triaxis.launch.hub_data import local_data
 
 WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """What a model is trained and exported with; pickled weights, which can run code, are not fetched."""
+
+
+def located(config: RunConfig) -> RunConfig:
+    """With folders of this machine in place of names on the hub. Raises ValueError."""
+
+    def here(data: str | None) -> str | None:
+        return None if data is None else local_data(data)
+
+    model = config.model_name_or_path
+    return dataclasses.replace(
+        config,
+        data=local_data(config.data),
+        data_path=here(config.data_path),
+        eval_data=here(config.eval_data),
+        model_name_or_path=None if model is None else local_model(model),
+    )
 
 
 def local_model(name: str) -> str:

@@ -18,7 +18,7 @@ from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refus
 from triaxis.launch.environment import Launch, LaunchError, launch_warnings, read_launch, speaks
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.gpu_environment import gpu_environment
-from triaxis.launch.hub import local_model
+from triaxis.launch.hub import located
 
 SPEAKER_SECONDS = 5.0
 
@@ -84,8 +84,7 @@ def _leave_to_rank_0(launch: Launch, error: Exception) -> None:
 
 def _settle(config: RunConfig, launch: Launch) -> tuple[RunConfig, ResolvedRun]:
     """What runs, and from where: as given, or as the checkpoint that it goes on from asks. Raises ValueError."""
-    if config.model_name_or_path is not None:
-        config = dataclasses.replace(config, model_name_or_path=local_model(config.model_name_or_path))
+    config = located(config)
     if config.elastic and config.resume is None:
         config = dataclasses.replace(config, resume="auto")
     world_size = _world_size(config, launch)

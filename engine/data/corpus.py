@@ -7,8 +7,6 @@ name of a cache entry is a hash of all that decides its content.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,6 +30,7 @@ from triaxis.engine.data.stream import (
     told_drops,
 )
 from triaxis.engine.data.tokenizing import ENTRY, Entry, Reading, Tell, tokenize, tokenize_apart
+from triaxis.engine.plain_files import locked
 
 CACHED_FROM_BYTES = 8 * 2**20
 
@@ -46,7 +45,7 @@ def open_corpus(
             return _open(files, Path(folder), sequence_length, pack, in_memory=True)
     entry = cache / _key(files, reading)
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / f"{entry.name}.lock"):
+    with locked(cache / f"{entry.name}.lock"):
         if not (entry / ENTRY).exists():
             draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=cache))
             try:
@@ -68,17 +67,6 @@ def _key(files: Sequence[Path], reading: Reading) -> str:
     digest.update(fingerprint_tokenizer(reading.tokenizer_path).encode())
     digest.update(fingerprint_code([Path(__file__).parent]).encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process, and one thread, at a time."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ OPENERS: dict[str, Callable[[IO[bytes]], object]] = {
     ".zst": lambda raw: _zstandard(raw),
 }
 SEPARATOR = ","
+CACHE = Path("~/.cache/triaxis/data")
+"""What is made of data once per machine: tokens, and folders of what the hub has."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Record = bytes | dict[str, Any] | BadLine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -37,12 +37,11 @@ def named_sets(data: str, field: str = "data") -> tuple[NamedSet, ...]:
     Raises ValueError, which names the setting, `field`.
     Example: "a.jsonl:0.7,b.jsonl:0.3" is a.jsonl with 7 and b.jsonl with 3; "a.jsonl,b.jsonl" is one set.
     """
-    words = [data] if os.path.exists(data) else data.split(SEPARATOR)
-    found = [None if os.path.exists(word) else WEIGHED.fullmatch(word) for word in words]
-    if not any(found):
+    words = _words(data)
+    if not any(weight for _, weight in words):
         return (NamedSet(place=data),)
-    places = [match["place"] if match else word for word, match in zip(words, found, strict=True)]
-    bare = [place for place, match in zip(places, found, strict=True) if not match]
+    places = [place for place, _ in words]
+    bare = [place for place, weight in words if weight is None]
     if bare:
         raise ValueError(
             f"`{field}` must give a weight for every set or for none, but {' and '.join(bare)} "
@@ -55,8 +54,26 @@ def named_sets(data: str, field: str = "data") -> tuple[NamedSet, ...]:
         )
     if STDLIB in places and len(places) > 1:
         raise ValueError(f"`{field}` must be {STDLIB} alone, without other sets; name files")
-    weights = _whole([Fraction(match["weight"]) for match in found if match], places, field)
+    weights = _whole([Fraction(weight or 0) for _, weight in words], places, field)
     return tuple(NamedSet(place=place, weight=weight) for place, weight in zip(places, weights, strict=True))
+
+
+def with_places(data: str, change: Callable[[str], str]) -> str:
+    """The same words, each place changed, each weight as it was."""
+    words = ((change(place), weight) for place, weight in _words(data))
+    return SEPARATOR.join(place if weight is None else f"{place}:{weight}" for place, weight in words)
+
+
+def _words(data: str) -> list[tuple[str, str | None]]:
+    """(place, weight as written) of each."""
+    if os.path.exists(data):
+        return [(data, None)]
+    words = data.split(SEPARATOR)
+    found = [None if os.path.exists(word) else WEIGHED.fullmatch(word) for word in words]
+    return [
+        (match["place"], match["weight"]) if match else (word, None)
+        for word, match in zip(words, found, strict=True)
+    ]
 
 
 def _whole(weights: Sequence[Fraction], places: Sequence[str], field: str) -> list[int]:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Protocol
 
 from triaxis.engine.data.corpus import open_corpus
-from triaxis.engine.data.files import text_files
+from triaxis.engine.data.files import CACHE, text_files
 from triaxis.engine.data.megatron import open_megatron
 from triaxis.engine.data.stdlib import open_stdlib
 from triaxis.engine.data.stream import Ints, Sample
 from triaxis.engine.data.tokenizing import Reading
 
 SPLITS = ("train", "eval")
-CACHE = Path("~/.cache/triaxis/data")
 
 
 class Source(Protocol):
