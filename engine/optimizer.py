@@ -1,11 +1,16 @@
-"""The update: one torch optimizer per bucket over runs of its master shard, fused; it knows nothing of ranks."""
+"""The update: torch's fused functions over runs of each bucket's master shard; it knows nothing of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import (
+    adamw,  # the functions, not the classes: a class imports torch's compiler, a second a rank
+)
+from torch.optim.sgd import sgd
 
 from triaxis.engine.plan import Rule, UpdateRule
 from triaxis.parallel.replicas.data_parallel import Shard
@@ -13,36 +18,74 @@ from triaxis.parallel.replicas.data_parallel import Shard
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _adamw(rule: UpdateRule, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=0.0, betas=rule.betas, eps=rule.epsilon, fused=True)
+@dataclass(slots=True)
+class Run:
+    """A part [start, stop) of a bucket's master shard that is updated alike. state: empty before the first update."""
+
+    master: Tensor
+    start: int
+    stop: int
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def adam_state(self) -> dict[str, Tensor]:
+        """The counter of updates and the moments that AdamW keeps, zeros at first."""
+        if not self.state:
+            self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
+            self.state |= {name: torch.zeros_like(self.master) for name in MOMENTS}
+        return self.state
 
 
-def _sgd(rule: UpdateRule, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.0, fused=True)
+Update = Callable[[UpdateRule, Sequence[Run], list[Tensor], float, float], None]
 
 
-OPTIMIZERS = {Rule.ADAMW: _adamw, Rule.SGD: _sgd}
+def _adamw(rule: UpdateRule, runs: Sequence[Run], gradients: list[Tensor], rate: float, decay: float) -> None:
+    states = [run.adam_state() for run in runs]
+    adamw(
+        [run.master for run in runs],
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        amsgrad=False,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
+        lr=rate,
+        weight_decay=decay,
+        eps=rule.epsilon,
+        maximize=False,
+    )
 
 
-def _runs(bucket: Shard) -> list[tuple[int, int, bool]]:
-    """The shard's longest runs (start, stop, decayed); padding belongs to none."""
-    runs: list[tuple[int, int, bool]] = []
+def _sgd(rule: UpdateRule, runs: Sequence[Run], gradients: list[Tensor], rate: float, decay: float) -> None:
+    sgd(
+        [run.master for run in runs],
+        gradients,
+        [None for _ in runs],
+        fused=True,
+        weight_decay=decay,
+        momentum=0.0,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+
+
+OPTIMIZERS: dict[Rule, Update] = {Rule.ADAMW: _adamw, Rule.SGD: _sgd}
+
+
+def _runs(bucket: Shard, decayed: bool) -> list[Run]:
+    """The longest runs of the shard with this weight decay; padding belongs to none."""
+    borders: list[tuple[int, int, bool]] = []
     for segment in bucket.segments:
-        decayed = segment.layout.decayed
-        if runs and runs[-1][1] == segment.start and runs[-1][2] == decayed:
-            runs[-1] = (runs[-1][0], segment.stop, decayed)
+        if borders and borders[-1][1:] == (segment.start, segment.layout.decayed):
+            borders[-1] = (borders[-1][0], segment.stop, segment.layout.decayed)
         else:
-            runs.append((segment.start, segment.stop, decayed))
-    return runs
-
-
-def _adam_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """The state that torch's fused AdamW keeps of a tensor, made as it would make it."""
-    state: dict[str, Tensor] = optimizer.state[master]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-        state |= {name: torch.zeros_like(master) for name in MOMENTS}
-    return state
+            borders.append((segment.start, segment.stop, segment.layout.decayed))
+    master = bucket.master.detach()
+    return [Run(master[start:stop], start, stop) for start, stop, kind in borders if kind is decayed]
 
 
 class ShardOptimizer:
@@ -50,54 +93,53 @@ class ShardOptimizer:
 
     def __init__(self, buckets: Sequence[Shard], rule: UpdateRule) -> None:
         self._rule, self.steps = rule, 0
-        self._updates: list[tuple[Shard, torch.optim.Optimizer, list[tuple[Tensor, int, int]]]] = []
-        for bucket in buckets:
-            groups: list[dict[str, object]] = []
-            places: list[tuple[Tensor, int, int]] = []
-            for decayed in (True, False):
-                runs = [run for run in _runs(bucket) if run[2] is decayed]
-                masters = [bucket.master.detach()[start:stop] for start, stop, _ in runs]
-                places += [(m, start, stop) for m, (start, stop, _) in zip(masters, runs, strict=True)]
-                if masters:
-                    groups.append({"params": masters, "weight_decay": rule.weight_decay if decayed else 0.0})
-            if groups:
-                self._updates.append((bucket, OPTIMIZERS[rule.name](rule, groups), places))
+        self._runs = [
+            (bucket, [(decayed, _runs(bucket, decayed)) for decayed in (True, False)]) for bucket in buckets
+        ]
 
     @torch.no_grad()
     def step(self, learning_rate: float, coefficient: Tensor) -> None:
         """One update, gradients first multiplied by `coefficient` (a scalar tensor)."""
         self.steps += 1
-        for bucket, optimizer, places in self._updates:
+        update = OPTIMIZERS[self._rule.name]
+        for bucket, groups in self._runs:
+            if not any(runs for _, runs in groups):
+                continue
             gradient = bucket.gradient_shard.mul_(coefficient).to(bucket.master.dtype)
-            for master, start, stop in places:
-                master.grad = gradient[start:stop]
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
-            for master, _, _ in places:
-                master.grad = None
+            for decayed, runs in groups:
+                if runs:
+                    gradients = [gradient[run.start : run.stop] for run in runs]
+                    update(
+                        self._rule,
+                        runs,
+                        gradients,
+                        learning_rate,
+                        self._rule.weight_decay if decayed else 0.0,
+                    )
+
+    def _every_run(self) -> Iterator[tuple[Shard, Run]]:
+        for bucket, groups in self._runs:
+            for _, runs in groups:
+                yield from ((bucket, run) for run in runs)
 
     def moments(self) -> Iterator[tuple[Shard, int, int, dict[str, Tensor]]]:
         """Each run [start, stop) of a shard and its moments by name, zeros before the first step; SGD has none."""
-        for bucket, optimizer, places in self._updates:
-            for master, start, stop in places:
-                state = _adam_state(optimizer, master) if self._rule.name == "adamw" else {}
-                yield bucket, start, stop, {name: state[name] for name in MOMENTS if name in state}
+        for bucket, run in self._every_run():
+            state = run.adam_state() if self._rule.name == Rule.ADAMW else {}
+            yield bucket, run.start, run.stop, {name: state[name] for name in MOMENTS if name in state}
+
+    def counters(self) -> list[Tensor]:
+        """Each run's counter of updates, which bias correction uses (fp32 scalars); none before the first update."""
+        return [run.state["step"] for _, run in self._every_run() if "step" in run.state]
 
     def resume_at(self, steps: int) -> None:
         """The moments are those after `steps` updates."""
         self.steps = steps
-        for _, optimizer, _ in self._updates:
-            for state in optimizer.state.values():
-                if "step" in state:
-                    state["step"].fill_(steps)
+        for counter in self.counters():
+            counter.fill_(steps)
 
     def state_bytes(self) -> int:
         """Bytes of the moments."""
         return sum(
-            value.nbytes
-            for _, optimizer, _ in self._updates
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0
+            run.state[name].nbytes for _, run in self._every_run() for name in MOMENTS if name in run.state
         )
