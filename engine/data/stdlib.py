@@ -1,7 +1,8 @@
 """The text of the running Python's standard library: a corpus that every machine already has.
 
 Byte-level: 256 byte values, and one id that ends each document. A document is a file. It differs from one
-version of Python to the next, so losses are comparable only within one.
+build of Python to the next, so losses are comparable only within one; ranks and restarts compare its content, and name
+the builds where it is another.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def _refuse_unreadable(error: OSError) -> None:
         f"the standard library must be readable by this account, but {error.filename} is not ({error.strerror}): "
         "another account would train on more; give rights, or name your text with --data"
     )
+
+
+def this_python() -> str:
+    """The build that runs this, as `3.11.7 (main Dec  4 2023 18:10:11)`: distributions patch their own."""
+    return f"{platform.python_version()} ({' '.join(platform.python_build())})"
 
 
 def open_stdlib(*, split: str, sequence_length: int, folder: Path | None = None) -> StreamSource:

@@ -15,22 +15,23 @@ from pathlib import Path
 
 import torch
 
-from triaxis.engine.checkpoint.manifest import RunState
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
 from triaxis.engine.data.course import Course
 from triaxis.engine.data.fingerprint import fingerprint_code, fingerprint_tokenizer
 from triaxis.engine.data.joined import JoinedSource, OpenSet, refuse_equal
 from triaxis.engine.data.loader import Loader
-from triaxis.engine.data.sets import NamedSet, named_sets
+from triaxis.engine.data.sets import STDLIB, NamedSet, named_sets
 from triaxis.engine.data.show import shown_rows
 from triaxis.engine.data.source import Source, open_source
+from triaxis.engine.data.stdlib import this_python
 from triaxis.engine.data.tokenizer import open_tokenizer
-from triaxis.engine.run.mixing import Mix, course_of, is_mixed, told_saved
+from triaxis.engine.run.mixing import Mix, course_of
 from triaxis.parallel.worlds.agreement import agree, gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
 FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.01, 1.0
 RANKS_NAMED = 4
+PYTHON = "Python whose library is the data"
 ROOMS = Path(__file__).resolve().parents[1].parent
 PLACES = (
     *("data", "data_path", "eval_data", "tokenizer", "model", "model_name_or_path", "init_from"),
@@ -92,6 +93,8 @@ def _open(config: RunConfig, resolved: ResolvedRun, mesh: Mesh) -> RunInputs:
         "version of triaxis": fingerprint_code([ROOMS / room for room in ("parallel", "models", "engine")]),
         "version of PyTorch": torch.__version__,
     }
+    if resolved.data == STDLIB:
+        fingerprints[PYTHON] = this_python()
     return RunInputs(
         training=training, mix=Mix(sets, training), evaluation=evaluation, fingerprints=fingerprints
     )
@@ -103,7 +106,7 @@ def _short(value: object) -> str:
 
 def _open_evaluation(config: RunConfig, resolved: ResolvedRun, mesh: Mesh) -> Loader | None:
     """This rank's loader of what is held out; None where the run holds nothing out."""
-    if resolved.data != "stdlib" and config.eval_data is None and not config.eval_fraction:
+    if resolved.data != STDLIB and config.eval_data is None and not config.eval_fraction:
         return None
     sets = _open_sets(config, resolved, "eval")
     return _loader(
@@ -197,7 +200,11 @@ def _refuse_differing(mesh: Mesh, config: RunConfig, fingerprints: Mapping[str, 
     """Raises where not all ranks read the same, and names those that are fewer."""
     values = {name: str(value) for name, value in asdict(config).items()}
     compared = {**fingerprints, **{f"--{name}": v for name, v in values.items() if name not in PLACES}}
-    own = [compared, socket.gethostname(), {name: values[name] for name in PLACES}]
+    python = compared.pop(PYTHON, None)  # another build with the same text is no fault
+    places = {name: values[name] for name in PLACES} | (
+        {"data": f"text of Python {python}"} if python else {}
+    )
+    own = [compared, socket.gethostname(), places]
     answers = gather_json(mesh.everyone, own, mesh.world.device)
     faults = []
     for what in compared:
@@ -246,54 +253,3 @@ def _place(mesh: Mesh, rank: int, host: str) -> str:
 def _listed(places: list[str], count: int | None = None) -> str:
     more = (count or len(places)) - RANKS_NAMED
     return ", ".join(places[:RANKS_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-SAVED = ("training data", "tokenizer")
-"""What decides the numbers of a run that goes on; evaluation may change, and code does."""
-
-
-def check_same_inputs(state: RunState, inputs: RunInputs, data: str) -> None:
-    """Raises ConfigError where a run goes on with other data than it began with. Alike on all ranks."""
-    saved = state.extra.get("fingerprints")
-    rows = len(inputs.training.source)
-    weighed = inputs.mix.weighed  # sets may then come and go; each is known by its own fingerprint
-    if not weighed and is_mixed(state):
-        raise ConfigError(
-            (
-                f"`data` must give weights, as it did when {told_saved(state)} was saved, but is {data}; they may be "
-                "others, and sets may be left out",
-            )
-        )
-    if state.sampler["rows"] != rows and not weighed:
-        raise ConfigError(
-            (
-                f"`data` must stay as it was saved, with {state.sampler['rows']} rows, but {data} has {rows}; "
-                "bring the old data back, or start anew in another --output-dir",
-            )
-        )
-    if not isinstance(saved, dict):
-        return  # of a version that kept none
-    kept = SAVED[1:] if weighed else SAVED
-    changed = [what for what in kept if what in saved and saved[what] != inputs.fingerprints[what]]
-    if changed:
-        raise ConfigError(
-            tuple(
-                f"the {what} must stay as saved, but the content is another (fingerprint {saved[what]} became "
-                f"{inputs.fingerprints[what]}{f' in {data}' if what == 'training data' else ''}); "
-                "bring the old back, or start anew in another --output-dir"
-                for what in changed
-            )
-        )
-
-
-def changed_inputs(state: RunState, inputs: RunInputs) -> list[str]:
-    """What else is not as it was: a line for each."""
-    saved = state.extra.get("fingerprints")
-    told = ("evaluation data", "version of triaxis", "version of PyTorch")
-    if not isinstance(saved, dict):
-        return []
-    return [
-        f"changed since it was saved: {what}"
-        for what in told
-        if what in saved and saved[what] != inputs.fingerprints[what]
-    ]

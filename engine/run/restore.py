@@ -12,8 +12,9 @@ from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
 from triaxis.engine.config import ResolvedRun, RunConfig, run_directory
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.run.counters import check_run_state
-from triaxis.engine.run.inputs import RunInputs, changed_inputs, check_same_inputs
+from triaxis.engine.run.inputs import RunInputs
 from triaxis.engine.run.resume import check_same_run, named_checkpoint, newer_in, told_changes
+from triaxis.engine.run.same_inputs import changed_inputs, check_same_inputs
 from triaxis.engine.run.stored_row import Row, check_replay, replay, rounding
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.worlds.agreement import send_json

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.data import loader as loader_module
 from triaxis.engine.data.course import epoch_order
 from triaxis.engine.data.fingerprint import fingerprint_files
-from triaxis.engine.data.source import open_source
+from triaxis.engine.data.source import Source, open_source
 from triaxis.engine.data.stdlib import list_files
 from triaxis.engine.data.usage import told_usage
 from triaxis.engine.faults.supervision import Supervision
 from triaxis.engine.rules import resolve
+from triaxis.engine.run import inputs as inputs_module
 from triaxis.engine.run.trainer import train
 from triaxis.launch.preprocess import writing
 from triaxis.parallel.worlds.group import World
@@ -129,6 +132,68 @@ def test_the_default_data_is_all_there_or_refused(tmp_path: Path) -> None:
     (tmp_path / "config-3.11").mkdir()
     (tmp_path / "config-3.11" / "python-config.py").write_text("x")
     assert [path.name for path in list_files(tmp_path)] == ["one.py"]
+
+
+def test_the_default_data_of_another_python_is_told_by_its_build(
+    flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows in number, then more; at a resume, then on one rank. Equal text is no fault."""
+    modules = sorted(sys.stdlib_module_names)[:60]
+    for name, text in (
+        ("3.11.7", "x = 1"),
+        ("3.12.1", "y = 2"),
+        ("3.13.0", "z = 3" * 50),
+        ("3.11.8", "x = 1"),
+    ):
+        (tmp_path / name).mkdir()
+        for number, module in enumerate(modules):
+            (tmp_path / name / f"{module}.py").write_text(f"{text} {number}")
+    here = ["3.11.7"]
+    monkeypatch.setattr(inputs_module, "this_python", lambda: here[-1])
+    monkeypatch.setattr("triaxis.engine.data.stdlib.sysconfig.get_path", lambda _: str(tmp_path / here[-1]))
+    common = {**flags, "data": "stdlib", "eval_data": None, "eval_batches": 0, "save_strategy": "steps"}
+    run(common)
+    for build, said in (
+        ("3.12.1", "the training data must stay as saved"),
+        ("3.13.0", "`data` must stay as it"),
+    ):
+        here[:] = [build]
+        with pytest.raises(ConfigError, match=said) as told:
+            run({**common, "resume": "auto", "steps": 3})
+        assert f"saved with 3.11.7, here with {build}; go on with that Python, or start" in str(told.value)
+    here[:] = ["3.11.8"]
+    assert run({**common, "resume": "auto", "steps": 3}).steps == 3
+
+
+def test_ranks_with_other_default_data_are_told_with_their_python(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, builds = open_source, iter(("3.12.1", "3.11.7"))
+    lock = threading.Lock()
+
+    def other(*given: Any, **named: Any) -> Source:
+        with lock:
+            return OtherContent(plain(*given, **named))
+
+    class OtherContent:
+        """A source that no other is equal to."""
+
+        def __init__(self, source: Source) -> None:
+            self._source, self.fingerprint = source, f"{id(source):x}"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._source, name)
+
+        def __len__(self) -> int:
+            return len(self._source)
+
+    monkeypatch.setattr(inputs_module, "open_source", other)
+    monkeypatch.setattr(inputs_module, "this_python", lambda: next(builds))
+    common = {**flags, "data": "stdlib", "eval_data": None, "dp": 2}
+    with pytest.raises(
+        ValueError, match=r"training data: [0-9a-f]+ on rank .*\(text of Python 3\.1.* but .*3\.1"
+    ):
+        run_each([common, common])
 
 
 # What becomes of the rows
