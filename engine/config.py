@@ -71,6 +71,8 @@ class RunConfig:
     data_parallel: DataParallel = DataParallel.ZERO
     zero: int | None = None
     bucket_elements: int | None = None
+    wrap: str | None = None
+    min_num_params: int | None = None
     schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
     virtual_stages: int | None = None
     simulate: bool = False

@@ -67,6 +67,8 @@ class UpdateRule:
 class StepPlan:
     """What a step needs to know of a run. microbatch_size, sequence_length: sequences, tokens.
 
+    wrap: classes of modules that are units of ZeRO's and fsdp's; min_num_params: or the innermost modules with so many
+    parameters; without either, layers, embedding and head
     accumulate_dtype: of summed gradients; None: as `Precision.summed` says
     skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     seed: of the initial values; None: they are not made, as a trace needs none
@@ -83,6 +85,8 @@ class StepPlan:
     data_parallel: DataParallel = DataParallel.ZERO
     zero: int = 0
     bucket_elements: int = DEFAULT_BUCKET_ELEMENTS
+    wrap: tuple[str, ...] = ()
+    min_num_params: int | None = None
     dtype: Precision = Precision.FP32
     accumulate_dtype: Precision | None = None
     max_grad_norm: float = 1.0
@@ -119,6 +123,8 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
         data_parallel=config.data_parallel,
         zero=resolved.zero,
         bucket_elements=config.bucket_elements or DEFAULT_BUCKET_ELEMENTS,
+        wrap=tuple(name.strip() for name in (config.wrap or "").split(",") if name.strip()),
+        min_num_params=config.min_num_params,
         dtype=Precision(config.dtype),
         accumulate_dtype=Precision(resolved.accumulate_dtype),
         max_grad_norm=config.max_grad_norm,

@@ -13,6 +13,8 @@ from triaxis.engine.data.files import text_files
 from triaxis.engine.data.sets import named_sets
 from triaxis.engine.data.vocabulary import vocabulary_of
 from triaxis.models.config import ModelConfig
+from triaxis.models.huggingface.families import FAMILIES
+from triaxis.models.huggingface.guest import GuestModel
 from triaxis.models.presets import PRESETS, load_config, window_of
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import divisors
@@ -37,6 +39,7 @@ _POSITIVE = (
         "eval_steps",
     ),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "bucket_elements"),
+    "min_num_params",
     *("logging_steps", "timeout_seconds", "adam_epsilon"),
     *("save_steps", "save_minutes", "save_total_limit", "hang_timeout", "spike_factor", "straggler_factor"),
 )
@@ -246,6 +249,11 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
             f"`virtual_stages` must be 1 with schedule {config.schedule}, but is {virtual_stages}: only "
             f"interleaved has more"
         )
+    if config.wrap is not None and config.min_num_params is not None:
+        faults.append(
+            f"`wrap` and `min_num_params` must not both be given, but are {config.wrap} and {config.min_num_params}; "
+            "leave one out"
+        )
     if config.data_parallel == DataParallel.FSDP:
         if config.schedule == ScheduleName.ZB_H1:
             faults.append(
@@ -399,7 +407,7 @@ def _hub_faults(config: RunConfig, model: ModelConfig) -> list[str]:
             f"`init_from` must be left out with model_name_or_path, which has weights, but is {config.init_from}; "
             "give the architecture alone with --model DIR/config.json"
         )
-    window = window_of(folder or config.model)
+    window = window_of(folder or config.model) if model.own_attention else None
     if window is not None and config.seq > window:
         faults.append(
             f"`seq` must be at most {window}, the `sliding_window` of {model.name}, since attention here sees all "
@@ -456,7 +464,27 @@ def _missing_data(field: str, data: str) -> list[str]:
     ]
 
 
+def _guest_faults(config: RunConfig, model: GuestModel) -> list[str]:
+    """What only models that the engine builds itself can do."""
+    asked = {name: getattr(config, name) for name in ("tp", "pp", "ep")}
+    faults = [
+        f"`{name}` must be 1 for {model.name}, but is {size}" for name, size in asked.items() if size > 1
+    ]
+    faults += [f"`sp` must be left out for {model.name}, but is given"] * config.sp
+    if config.schedule == ScheduleName.ZB_H1:
+        faults.append(f"`schedule` must be 1f1b for {model.name}, but is {config.schedule}")
+    why = (
+        f": transformers builds it whole, for dp alone (--zero 3, or --data-parallel fsdp); the engine builds "
+        f"{', '.join(FAMILIES)}"
+    )
+    return [fault + why for fault in faults]
+
+
 def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, size: int) -> list[str]:
+    if isinstance(model, GuestModel):
+        faults = _guest_faults(config, model)
+        if faults:
+            return faults
     faults = []
     tp = config.tp
     if config.ep > 1 and not model.experts():

@@ -11,24 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from triaxis.engine.balance import Balance, Load
+from triaxis.engine.config import ConfigError
 from triaxis.engine.config import DataParallel as DataParallelKind
 from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import Precision, StepPlan, stage_layers
 from triaxis.models.batch import Batch, Inputs, Output
-from triaxis.models.builder import Stage, build_model
+from triaxis.models.stage import ModelStage, build_stage
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import states_of
 from triaxis.parallel.layers.gradient import Deferred
-from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.lowering import links, lower
 from triaxis.parallel.pipeline.orders import make_schedule
 from triaxis.parallel.pipeline.schedule import Action, Kind, looped
 from triaxis.parallel.replicas.data_parallel import DataParallel
-from triaxis.parallel.replicas.initialize import Fill, random_values
+from triaxis.parallel.replicas.initialize import Fill
+from triaxis.parallel.replicas.units import Wrapping
 from triaxis.parallel.replicas.zero import ZeroDataParallel
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -61,7 +62,7 @@ class StepResult:
 class _Chunk:
     """A model stage as the pipeline drives it, with the step's batches."""
 
-    def __init__(self, stage: Stage, index: int, step: TrainingStep) -> None:
+    def __init__(self, stage: ModelStage, index: int, step: TrainingStep) -> None:
         self._stage, self._index, self._step = stage, index, step
         self._waiting: dict[int, Deferred] = {}  # by microbatch, between I and W
 
@@ -102,7 +103,7 @@ class _Chunk:
         self._step.position = action.rule.name, self._index, action.microbatch
 
 
-def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
+def build_stages(plan: StepPlan, mesh: Mesh) -> list[ModelStage]:
     """The model stages that this rank holds, one for each chunk, their parameters without memory. Collective."""
     placement = looped(mesh.pp.size, plan.virtual_stages)
     count = len(placement.places)
@@ -115,43 +116,55 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[Stage]:
         sized_only=True,
     )
     return [
-        build_model(plan.model, build, layers=cuts[number], first=number == 0, last=number == count - 1)
+        build_stage(plan.model, build, layers=cuts[number], first=number == 0, last=number == count - 1)
         for number in placement.stages[mesh.pp.rank]
     ]
 
 
-def _units(stages: Sequence[Stage]) -> tuple[type[nn.Module], ...]:
-    """The modules whose parameters are gathered and reduced together: layers of any kind, embedding and head."""
-    blocks = dict.fromkeys(type(block) for stage in stages for block in stage.blocks)
-    return (*blocks, VocabParallelEmbedding, VocabParallelHead)
+def _wrapping(stages: Sequence[ModelStage], plan: StepPlan) -> Wrapping:
+    """The modules whose parameters are gathered and reduced together: as the run says, else as the stages do."""
+    if plan.min_num_params is not None:
+        return Wrapping(least_elements=plan.min_num_params)
+    if not plan.wrap:
+        return Wrapping(classes=tuple(dict.fromkeys(unit for stage in stages for unit in stage.units())))
+    there = {type(part).__name__: type(part) for stage in stages for part in stage.modules()}
+    unknown = [name for name in plan.wrap if name not in there]
+    if unknown:
+        raise ConfigError(
+            (
+                f"`wrap` must name classes of modules of {plan.model.name}, but {', '.join(unknown)} is none; these "
+                f"are: {', '.join(sorted(there))}",
+            )
+        )
+    return Wrapping(classes=tuple(there[name] for name in plan.wrap))
 
 
-def _make_zero(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
+def _make_zero(stages: Sequence[ModelStage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
     return ZeroDataParallel(
         stages,
         mesh,
         stage=plan.zero,
-        wrap=_units(stages),
+        wrap=_wrapping(stages, plan),
         accumulate_dtype=summed_dtype(plan),
         bucket_elements=plan.bucket_elements,
         fill=fill,
     )
 
 
-def _make_fsdp(stages: Sequence[Stage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
+def _make_fsdp(stages: Sequence[ModelStage], plan: StepPlan, mesh: Mesh, fill: Fill | None) -> DataParallel:
     from triaxis.parallel.replicas.fsdp import FsdpDataParallel  # torch.distributed is for the process world
 
     return FsdpDataParallel(
         stages,
         mesh,
-        wrap=_units(stages),
+        wrap=_wrapping(stages, plan),
         accumulate_dtype=summed_dtype(plan),
         fill=fill,
     )
 
 
-def _filler(plan: StepPlan) -> Fill | None:
-    return None if plan.seed is None else random_values(plan.seed)
+def _filler(plan: StepPlan, stages: Sequence[ModelStage]) -> Fill | None:
+    return None if plan.seed is None else stages[0].first_values(plan.seed)
 
 
 def summed_dtype(plan: StepPlan) -> torch.dtype:
@@ -159,7 +172,7 @@ def summed_dtype(plan: StepPlan) -> torch.dtype:
     return DTYPES[plan.summed]
 
 
-Maker = Callable[[Sequence[Stage], StepPlan, Mesh, Fill | None], DataParallel]
+Maker = Callable[[Sequence[ModelStage], StepPlan, Mesh, Fill | None], DataParallel]
 MAKERS: dict[DataParallelKind, Maker] = {DataParallelKind.ZERO: _make_zero, DataParallelKind.FSDP: _make_fsdp}
 
 
@@ -173,7 +186,7 @@ class TrainingStep:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
         self.stages = build_stages(plan, mesh)
-        fill = fill or _filler(plan)
+        fill = fill or _filler(plan, self.stages)
         self.data_parallel: DataParallel = MAKERS[plan.data_parallel](self.stages, plan, mesh, fill)
         for layout, state in (found for stage in self.stages for found in states_of(stage)):
             if fill is not None:

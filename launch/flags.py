@@ -96,6 +96,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "data_parallel": "This engine's ZeRO, or torch's fully_shard.",
         "zero": "What replicas shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters. Default 1.",
         "bucket_elements": "Elements in a bucket of parameters; by default one block's.",
+        "wrap": "Classes of modules (A,B) whose parameters ZeRO-3 and fsdp gather together; by default layers.",
+        "min_num_params": "Or the innermost modules with at least so many parameters.",
         "schedule": "The order of forward and backward on the stages; python -m triaxis.launch.schedule draws it. "
         "zb-h1 computes gradients of weights where a stage would wait.",
         "virtual_stages": "Chunks of layers per stage, for interleaved; 2 there by default.",

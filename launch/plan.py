@@ -29,6 +29,7 @@ from triaxis.launch.published.memory_tables import MODELS, model_states, needs
 from triaxis.launch.published.recommended import nearest
 from triaxis.launch.writing import check_target, write_text, written_aside
 from triaxis.models.config import ModelConfig
+from triaxis.models.huggingface.guest import refuse_guest
 from triaxis.models.presets import PRESETS, load_config
 
 
@@ -76,7 +77,9 @@ def _model(name: str) -> tuple[ModelConfig, str]:
     if model is None:
         model = next((one for one in MODELS.values() if one.name == name), None)
     if model is None:
-        return load_config(name), name
+        loaded = load_config(name)
+        refuse_guest(loaded, "planned")
+        return loaded, name
     return model, model.name if model.name in PRESETS else f"{model.name}.toml"
 
 

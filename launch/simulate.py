@@ -17,6 +17,7 @@ from triaxis.launch.flags import config_of, train_parser
 from triaxis.launch.hardware.hardware import Hardware, load_hardware
 from triaxis.launch.hardware.nearly import line_rate, with_network
 from triaxis.launch.writing import add_overwrite, check_target, written_aside
+from triaxis.models.huggingface.guest import refuse_guest
 from triaxis.parallel.places.topology import Topology
 
 MOST_GPUS, MOST_FACTOR = 1_000_000, 1e6
@@ -114,7 +115,9 @@ def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
             )
         )
     model_parallel = config.tp * config.pp * config.cp
-    return resolve_or_advise(config, flags.gpus or model_parallel * (config.dp or 1))
+    resolved = resolve_or_advise(config, flags.gpus or model_parallel * (config.dp or 1))
+    refuse_guest(resolved.model, "simulated")
+    return resolved
 
 
 def _factors(name: str, given: Sequence[str], world_size: int) -> dict[int, float]:

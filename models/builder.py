@@ -18,10 +18,12 @@ from triaxis.models.norm import hidden_norm
 from triaxis.models.parts import build_part
 from triaxis.models.positions import Learned, Rope
 from triaxis.models.rotary import rotary_tables
+from triaxis.models.stage import ModelStage
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import declare
 from triaxis.parallel.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from triaxis.parallel.places.layout import Init, replicated
+from triaxis.parallel.replicas.initialize import Fill, random_values
 
 EMBEDDING_NAME = "model.embed_tokens"
 HEAD_NAME = "lm_head"
@@ -51,7 +53,7 @@ class LearnedPositions(nn.Module):
         return F.embedding(positions_T, self.weight)
 
 
-class Stage(nn.Module):
+class Stage(ModelStage):
     """Consecutive layers, with the embedding on the first stage and the loss on the last."""
 
     cos_PE: Tensor | None
@@ -114,6 +116,14 @@ class Stage(nn.Module):
         assert self.head is not None, "only the last stage has logits"
         unscaled = Inputs(batch=batch, token_scale=torch.ones(()), row_scale=1.0)
         return self.head.logits(self._hidden(hidden_TD, unscaled)[0])
+
+    def units(self) -> tuple[type[nn.Module], ...]:
+        """Layers of any kind, embedding and head."""
+        blocks = dict.fromkeys(type(block) for block in self.blocks)
+        return (*blocks, VocabParallelEmbedding, VocabParallelHead)
+
+    def first_values(self, seed: int) -> Fill:
+        return random_values(seed)
 
     def _hidden(self, hidden_TD: Tensor | None, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """The stage's last hidden state, normed on the last stage; the sum of its layers' auxiliary losses."""

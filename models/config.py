@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from triaxis.models.kinds import Cut, Kind
 from triaxis.models.positions import Positions, Rope
@@ -26,6 +27,11 @@ class ModelConfig:
     init_std: standard deviation of the initial weights
     Example: 61 layers with leading = (dense, dense, dense) and repeating = (routed,) are 3 dense and 58 routed ones.
     """
+
+    stage: ClassVar[str] = "triaxis.models.builder:build_model"
+    """What builds a part of it: "package.module:name", called with (model, build, layers=, first=, last=)."""
+    own_attention: ClassVar[bool] = True
+    """Whether its attention is the engine's, which keeps the documents of a row apart."""
 
     name: str
     vocab_size: int
@@ -77,6 +83,10 @@ class ModelConfig:
     def experts(self) -> tuple[int, ...]:
         """How many experts layers have, each number once; empty for a dense model."""
         return tuple(sorted({kind.experts for kind in self.kinds() if kind.experts}))
+
+    def mixes(self) -> bool:
+        """Whether some layer has experts, so that a token's sums depend on which tokens are beside it."""
+        return bool(self.experts())
 
     def active_parameters(self) -> int:
         """Parameters that a token has to do with, embedding and head among them."""

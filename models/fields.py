@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from triaxis.models.config import ModelConfig, NormKind
+from triaxis.models.huggingface.guest import GuestModel
 from triaxis.models.kinds import ActivationKind, Dense, GroupedAttention, Layer
 from triaxis.models.positions import SCALINGS, Learned, Positions, Rope, Scaling
 
@@ -153,6 +154,8 @@ def with_fields(model: ModelConfig, **changes: Any) -> ModelConfig:  # noqa: ANN
 
 def model_facts(model: ModelConfig) -> dict[str, Any]:
     """Everything that makes a model what it is, but its name, as plain values: flat fields where they can say it."""
+    if isinstance(model, GuestModel):
+        return model.values()
     try:
         found = dataclasses.asdict(fields_of(model))
     except ValueError:

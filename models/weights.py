@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from triaxis.models.builder import build_model
 from triaxis.models.config import ModelConfig
+from triaxis.models.stage import build_stage
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import named_layouts, states_of
 from triaxis.parallel.places.layout import ParameterLayout
@@ -38,6 +38,6 @@ def filler(weights: Weights) -> Fill:
 def whole_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Every tensor of the whole model, by name: its shape. Nothing is allocated."""
     world = TraceWorld(0, 1, "meta")
-    stage = build_model(model, Build.on(build_mesh(world, Topology())))
+    stage = build_stage(model, Build.on(build_mesh(world, Topology())))
     shapes = {layout.name: layout.shape for _, layout, _ in named_layouts(stage)}
     return shapes | {layout.name: layout.shape for layout, _ in states_of(stage)}

@@ -11,6 +11,7 @@ from triaxis.engine.checkpoint.manifest import CheckpointError, RunState, read_m
 from triaxis.engine.run.weights import StoredWeights
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import config_from_fields
+from triaxis.models.huggingface.families import model_of
 from triaxis.models.huggingface.folder import Exported, export
 from triaxis.models.presets import load_config
 from triaxis.models.weights import whole_shapes
@@ -43,6 +44,8 @@ def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> Mod
         return load_config(str(source))
     facts = state.extra.get("facts")
     fields = facts.get("model") if isinstance(facts, dict) else None
+    if isinstance(fields, dict) and "model_type" in fields:
+        return model_of(fields, str(path))
     if isinstance(fields, dict) and "repeating" not in fields:
         return config_from_fields({"name": "model", **fields}, str(path))
     try:

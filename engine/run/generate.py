@@ -19,10 +19,10 @@ from triaxis.engine.data.tokenizer import BYTE_END
 from triaxis.engine.run.export import model_of_checkpoint
 from triaxis.engine.run.weights import StoredWeights
 from triaxis.models.batch import Batch
-from triaxis.models.builder import Stage, build_model
 from triaxis.models.huggingface.families import CONFIG
 from triaxis.models.huggingface.folder import open_weights
 from triaxis.models.presets import load_config
+from triaxis.models.stage import ModelStage, build_stage
 from triaxis.models.weights import Weights, filler, whole_shapes
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import states_of
@@ -71,7 +71,7 @@ def open_codec(path: str | None) -> Codec:
     )
 
 
-def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tuple[Stage, str | None]:
+def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tuple[ModelStage, str | None]:
     """A whole model cut over tp, with its weights, and where its tokenizer is. Collective.
 
     path: a Hugging Face folder, a checkpoint, or a run's output directory (its newest checkpoint)
@@ -92,7 +92,7 @@ def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tu
         weights = StoredWeights(found[-1], whole_shapes(model))
         named = state.config.get("tokenizer") or state.config.get("model_name_or_path")
         tokenizer = str(named) if named else None
-    stage = build_model(model, Build.on(mesh, dtype=dtype))
+    stage = build_stage(model, Build.on(mesh, dtype=dtype))
     fill = filler(weights)
     fill_module(stage, fill)
     for layout, state_tensor in states_of(stage):
@@ -102,7 +102,7 @@ def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tu
 
 @torch.no_grad()
 def write(
-    stage: Stage,
+    stage: ModelStage,
     prompt: Sequence[int],
     *,
     tokens: int,
@@ -120,7 +120,7 @@ def write(
     ids = list(prompt) or [0 if end is None else end]
     for _ in range(tokens):
         seen = ids[-window:]
-        logits_V = stage.logits(None, _batch(seen, stage.cos_PE))[-1].double().cpu()
+        logits_V = stage.logits(None, _batch(seen, stage.device()))[-1].double().cpu()
         ids.append(_drawn(logits_V, temperature, top_k, generator))
         if ids[-1] == end:
             return
@@ -135,8 +135,7 @@ def _drawn(logits_V: Tensor, temperature: float, top_k: int | None, generator: t
     return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
 
 
-def _batch(ids: Sequence[int], near: Tensor | None) -> Batch:
-    device = None if near is None else near.device
+def _batch(ids: Sequence[int], device: torch.device) -> Batch:
     tokens_BL = torch.tensor([list(ids)], device=device)
     return Batch(
         tokens_BL=tokens_BL,

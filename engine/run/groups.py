@@ -15,9 +15,9 @@ def told_groups(training: TrainingStep, weight_decay: float) -> str:
     Example: `weight decay 0.1 on embedding.weight, layers.*.mlp.down.weight; none on norm.weight`.
     """
     own = {
-        re.sub(r"\.\d+\.", ".*.", segment.layout.name): segment.layout.decayed
+        re.sub(r"\.\d+\.", ".*.", layout.name): layout.decayed
         for shard in training.data_parallel.buckets
-        for segment in shard.segments
+        for _, layout in shard.pieces
     }
     mesh = training.mesh
     found: dict[str, bool] = {}

@@ -29,6 +29,7 @@ from triaxis.engine.run.counters import Counters
 from triaxis.engine.run.groups import told_groups
 from triaxis.engine.run.inputs import RunInputs, open_inputs, tell_faults, told_inputs
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
+from triaxis.engine.run.packing import check_packing
 from triaxis.engine.run.peak import peak_memory_bytes
 from triaxis.engine.run.plot import LivePicture, plot_run
 from triaxis.engine.run.progress import Progress, opening
@@ -116,6 +117,7 @@ class _Run:
         self._watch.at(0, "loading")
         state = restore(path, config, resolved, self._training, self._inputs, open_store, notes.append)
         if state is None:
+            check_packing(config, resolved, self._training)
             check_replicas(
                 self._training,
                 "before the first step",

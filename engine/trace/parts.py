@@ -23,6 +23,7 @@ from triaxis.engine.step import TrainingStep
 from triaxis.engine.trace.meter import Known
 from triaxis.engine.trace.rank import imagined_batches, record_step
 from triaxis.engine.trace.slices import Whole, cut, pieces_of
+from triaxis.models.builder import Stage
 from triaxis.models.config import ModelConfig
 from triaxis.models.kinds import Kind
 from triaxis.parallel.layers.declare import layouts_of
@@ -215,11 +216,11 @@ def _run(
         def note(_module: nn.Module, _inputs: object, _output: object = None) -> None:
             marks.append(len(recorder.events))
 
-        blocks = [block for stage in step.stages for block in stage.blocks]
+        blocks = [block for stage in _built(step) for block in stage.blocks]
         for block in blocks:
             block.register_forward_pre_hook(note)
         blocks[-1].register_forward_hook(note)
-        for stage in step.stages:
+        for stage in _built(step):
             if stage.embedding is not None:
                 stage.embedding.register_forward_pre_hook(note)
 
@@ -247,9 +248,14 @@ def _step(program: Program, label: str) -> tuple[Segment, int]:
     raise ValueError(f"the program has no step {label}")
 
 
+def _built(step: TrainingStep) -> list[Stage]:
+    """The stages that the engine's own builder made: of others nothing can be priced part by part."""
+    return [stage for stage in step.stages if isinstance(stage, Stage)]
+
+
 def _owners(step: TrainingStep) -> dict[int, list[int]]:
     """The units that use each parameter, by its id: 0 is the embedding, then come the layers, then the head."""
-    (stage,) = step.stages
+    (stage,) = _built(step)
     owners: dict[int, list[int]] = {}
     for number, module in enumerate([stage.embedding, *stage.blocks, stage.head]):
         assert module is not None

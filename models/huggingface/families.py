@@ -16,6 +16,7 @@ from triaxis.models.huggingface.deepseek import DEEPSEEK
 from triaxis.models.huggingface.dense import DENSE
 from triaxis.models.huggingface.family import Family
 from triaxis.models.huggingface.fields import Fields, Unsupported
+from triaxis.models.huggingface.guest import guest_of
 from triaxis.models.huggingface.mixtures import MIXTURES
 
 CONFIG = "config.json"
@@ -46,7 +47,9 @@ def family_of(values: Mapping[str, Any], origin: str) -> Family:
 
 
 def model_of(values: Mapping[str, Any], origin: str) -> ModelConfig:
-    """Our model out of a config.json."""
+    """Our model out of a config.json; a guest of `transformers`, where it is of no family of ours."""
+    if values.get("model_type") not in FAMILIES:
+        return guest_of(values, origin)
     return family_of(values, origin).read(Fields(values, origin))
 
 

@@ -13,10 +13,11 @@ import torch
 
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import CONFIG, config_json, family_of, more_layers, read_config
+from triaxis.models.huggingface.guest import GuestModel
 from triaxis.models.huggingface.places import Places, place_tensors
 from triaxis.models.huggingface.reader import HubWeights, SafetensorsFolder
 from triaxis.models.huggingface.writer import FILE_BYTES, Read, write_tensors
-from triaxis.models.weights import whole_shapes
+from triaxis.models.weights import Weights, whole_shapes
 
 BESIDE = (
     "tokenizer*",
@@ -29,6 +30,8 @@ BESIDE = (
     "*.model",
 )
 """What is carried along unread from the folder that a model came from."""
+DRAFT = "unfinished"
+"""The folder within an export that files are moved out of when all are there."""
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -37,8 +40,12 @@ DTYPE_NAMES = {
 }
 
 
-def open_weights(folder: Path, model: ModelConfig) -> HubWeights:
+def open_weights(folder: Path, model: ModelConfig) -> Weights:
     """The weights of a Hugging Face folder, by our names. ImportRefused lists everything that does not fit."""
+    if isinstance(model, GuestModel):
+        from triaxis.models.huggingface.guest_weights import GuestFolder
+
+        return GuestFolder(folder, model)
     values = read_config(folder / CONFIG)
     family = family_of(values, str(folder / CONFIG))
     there, shapes = SafetensorsFolder(folder).file_of, whole_shapes(model)
@@ -91,6 +98,8 @@ def export(
         raise ValueError(f"`{folder}` must be a new or an empty folder, but holds something; name another")
     known = source is not None and (source / CONFIG).is_file()
     original = read_config(source / CONFIG) if known and source is not None else None
+    if isinstance(model, GuestModel):
+        return _export_guest(folder, model, read, dtype, source)
     config = config_json(model, DTYPE_NAMES[dtype], original)
     family = family_of(config, str(folder / CONFIG))
     shapes = whole_shapes(model)
@@ -103,6 +112,25 @@ def export(
     return Exported(
         folder=folder, architecture=config["architectures"][0], size_bytes=size, carried=tuple(carried)
     )
+
+
+def _export_guest(
+    folder: Path, model: GuestModel, read: Read, dtype: torch.dtype, source: Path | None
+) -> Exported:
+    """The same by the model's own `save_pretrained`, as `transformers` names and shards."""
+    from triaxis.models.huggingface.guest_weights import write_guest
+
+    draft = folder / DRAFT
+    draft.mkdir(parents=True)
+    architecture, size = write_guest(draft, model, read, dtype)
+    carried = _carry(source, folder) if source is not None else []
+    for path in sorted(draft.iterdir(), key=lambda path: path.name == CONFIG):  # last, as above
+        if path.name in carried:  # settings that the source has are the source's
+            path.unlink()
+        else:
+            path.rename(folder / path.name)
+    draft.rmdir()
+    return Exported(folder=folder, architecture=architecture, size_bytes=size, carried=tuple(carried))
 
 
 def _carry(source: Path, folder: Path) -> list[str]:

@@ -21,7 +21,7 @@ from triaxis.parallel.programs.program import MemoryKind
 from triaxis.parallel.replicas.cut import Segment, cut_segments
 from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gradients
 from triaxis.parallel.replicas.initialize import Fill
-from triaxis.parallel.replicas.units import group_parameters
+from triaxis.parallel.replicas.units import Wrapping, group_parameters
 from triaxis.parallel.worlds.group import Group
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -108,7 +108,7 @@ class FsdpDataParallel:
         modules: Sequence[nn.Module],
         mesh: Mesh,
         *,
-        wrap: tuple[type[nn.Module], ...] = (),
+        wrap: Wrapping | tuple[type[nn.Module], ...] = (),
         accumulate_dtype: torch.dtype | None = None,
         fill: Fill | None = None,
     ) -> None:

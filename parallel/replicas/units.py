@@ -57,11 +57,39 @@ class Unit:
             bucket.release()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapping:
+    """Which submodules are units: those of some classes, or the innermost ones of at least so many parameters.
+
+    Example: with least_elements 100, of a block of 150 made of a layer of 120 and a norm of 30, the layer alone is one.
+    """
+
+    classes: tuple[type[nn.Module], ...] = ()
+    least_elements: int | None = None
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        """The units within a module, itself left out."""
+        if self.least_elements is None:
+            return [
+                part for part in module.modules() if part is not module and isinstance(part, self.classes)
+            ]
+        return [part for child in module.children() for part in _large(child, self.least_elements)]
+
+
+def _large(module: nn.Module, least: int) -> list[nn.Module]:
+    """The innermost modules with `least` parameters or more; lists of modules do not run, so none is one."""
+    found = [part for child in module.children() for part in _large(child, least)]
+    runs = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if not found and runs and sum(parameter.numel() for parameter in module.parameters()) >= least:
+        return [module]
+    return found
+
+
 def group_parameters(
-    module: nn.Module, wrap: tuple[type[nn.Module], ...]
+    module: nn.Module, wrap: Wrapping | tuple[type[nn.Module], ...]
 ) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """Each unit's module and its own parameters, the root first; every parameter once."""
-    units = [m for m in module.modules() if m is not module and isinstance(m, wrap)]
+    units = (wrap if isinstance(wrap, Wrapping) else Wrapping(classes=wrap)).units(module)
     uses: dict[nn.Parameter, int] = {}
     for unit in units:
         for parameter in unit.parameters():

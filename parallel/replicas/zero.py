@@ -39,7 +39,7 @@ from triaxis.parallel.replicas.data_parallel import squared_sum, sum_partial_gra
 from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.replicas.limits import DEFAULT_BUCKET_ELEMENTS, REDUCTIONS_UNDER_WAY
 from triaxis.parallel.replicas.reductions import ReductionQueue
-from triaxis.parallel.replicas.units import Unit, group_parameters, hook_units
+from triaxis.parallel.replicas.units import Unit, Wrapping, group_parameters, hook_units
 from triaxis.parallel.worlds.mesh import Mesh
 
 
@@ -74,7 +74,7 @@ class ZeroDataParallel:
         mesh: Mesh,
         *,
         stage: int,
-        wrap: tuple[type[nn.Module], ...] = (),
+        wrap: Wrapping | tuple[type[nn.Module], ...] = (),
         accumulate_dtype: torch.dtype | None = None,
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         fill: Fill | None = None,
@@ -96,7 +96,7 @@ class ZeroDataParallel:
         self.buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
 
     def _make_chunk(
-        self, module: nn.Module, wrap: tuple[type[nn.Module], ...], numbers: Iterator[int]
+        self, module: nn.Module, wrap: Wrapping | tuple[type[nn.Module], ...], numbers: Iterator[int]
     ) -> _Chunk:
         grouped, layouts = group_parameters(module, wrap), declared(module)
         parameters = [(p, number) for number, (_, own) in enumerate(grouped) for p in own]
