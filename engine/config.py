@@ -108,6 +108,7 @@ class RunConfig:
 
     output_dir: str = "output"
     save_hf: str | None = None
+    save_hf_checkpoints: bool = False
     logging_steps: int = 10
     eval_steps: int | None = None
     eval_batches: int = 8
@@ -214,6 +215,11 @@ def learning_rate_of(config: RunConfig, step: int, total_steps: int) -> float:
         decay=config.lr_scheduler_type,
         warmup_type=config.warmup_type,
     )
+
+
+def source_of(config: RunConfig) -> Path | None:
+    """The Hugging Face folder that the run began with, whose tokenizer and settings go along with an export."""
+    return None if config.model_name_or_path is None else Path(config.model_name_or_path)
 
 
 def run_directory(config: RunConfig) -> Path:

@@ -117,7 +117,7 @@ def _save_strategy(config: RunConfig) -> SaveStrategy:
         if getattr(config, name) is not None:
             return strategy
     # An export is made from the last checkpoint.
-    return SaveStrategy.STEPS if config.save_hf else SaveStrategy.SIGNAL
+    return SaveStrategy.STEPS if config.save_hf or config.save_hf_checkpoints else SaveStrategy.SIGNAL
 
 
 def _save_faults(config: RunConfig) -> list[str]:
@@ -157,12 +157,17 @@ def _save_faults(config: RunConfig) -> list[str]:
             "`save_best` needs data to evaluate on, but there is none; give --eval_data or --eval_fraction"
         )
     if strategy == SaveStrategy.NO:
-        for name in ("save_total_limit", "save_best", "async_save", "save_hf"):
+        for name in ("save_total_limit", "save_best", "async_save", "save_hf", "save_hf_checkpoints"):
             if getattr(config, name):
                 faults.append(
                     f"`{name}` must be left out with save_strategy no, but is {getattr(config, name)}; "
                     f"use --save_strategy steps"
                 )
+    if config.save_hf_checkpoints and config.async_save:
+        faults.append(
+            "`save_hf_checkpoints` must be left out with async_save: a copy is made of a checkpoint that is complete; "
+            "export later with triaxis convert"
+        )
     if config.save_hf is not None and os.path.exists(config.save_hf):
         faults.append(
             f"`save_hf` must be a new folder, but {config.save_hf} exists; name another, or move it away"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from triaxis.launch.command_line import Parser
 from triaxis.launch.ending import Exit, refuse, run_command
+from triaxis.launch.environment import read_launch
 
-DESCRIPTION = """A checkpoint as other programs load it, by one process, whatever layout it was trained in.
+DESCRIPTION = """A checkpoint as other programs load it, whatever layout it was trained in.
 
     triaxis convert OUTPUT/checkpoints/step-00000500 --to hf DIR      the newest, if OUTPUT alone is given
     triaxis convert OUTPUT --to file weights.safetensors --dtype bf16
+
+    torchrun --nproc-per-node 8 -m triaxis.launch.convert OUTPUT --to hf DIR    each process writes some of the files
 
 hf: a folder with config.json, safetensors and what came with the model (tokenizer, chat template, generation settings).
 file: all weights in one file, under this engine's names.
@@ -22,6 +27,7 @@ file: all weights in one file, under this engine's names.
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 2 for what cannot be converted."""
     options = _parser().parse_args(arguments)
+    launch = read_launch(os.environ)
     try:
         from triaxis.engine.checkpoint.folder import checkpoints_at  # imports torch
         from triaxis.engine.checkpoint.manifest import CheckpointError
@@ -35,7 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         kind, target = options.to
         path = Path(target)
-        if kind == "hf":
+        if kind == "hf" and launch.size > 1:
+            told = _convert_together(found[-1], path, options)
+            if launch.rank == 0:
+                print(told)
+        elif launch.rank > 0:
+            return Exit.DONE
+        elif kind == "hf":
             print(
                 exported_text(export_checkpoint(found[-1], path, dtype=options.dtype, source=options.source))
             )
@@ -44,8 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             raise ValueError(f"`--to` must be hf DIR or file FILE, but is {kind}")
     except (ValueError, OSError) as error:
-        return refuse("convert", error)
+        return refuse("convert", error) if launch.rank == 0 else Exit.REFUSED
     return Exit.DONE
+
+
+def _convert_together(checkpoint: Path, folder: Path, options: argparse.Namespace) -> str:
+    """The same on the processes that a launcher started, each writing its share of the files."""
+    from triaxis.engine.run.hub_copies import export_together
+    from triaxis.launch.world import open_world
+    from triaxis.parallel.places.topology import Topology
+    from triaxis.parallel.worlds.mesh import build_mesh
+
+    with open_world(device="cpu") as world:
+        return export_together(
+            build_mesh(world, Topology(dp=world.size)),
+            checkpoint,
+            folder,
+            dtype=options.dtype,
+            source=options.source,
+            still=lambda: None,
+        )
 
 
 def _parser() -> Parser:

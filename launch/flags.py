@@ -27,7 +27,10 @@ DESCRIPTION = """Train a language model on tp × pp × dp ranks.
 
 Flags may be written with hyphens or underscores. A run that cannot work is refused before anything starts."""
 
-ALSO = {"simulate": ("--threads", "--simulate")}
+ALSO = {
+    "simulate": ("--threads", "--simulate"),
+    "save_hf_checkpoints": ("--save-hf-checkpoints", "--save-hf-ckpt"),
+}
 """Fields whose flag has another name than the field; the first is the one that is shown."""
 
 ELSEWHERE = {
@@ -140,6 +143,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "output": {
         "output_dir": "Gets metrics.jsonl and loss.png.",
         "save_hf": "Write the trained model to this new folder, as Hugging Face has them, at the end.",
+        "save_hf_checkpoints": "Write each checkpoint as such a folder too: OUT/hf/step-…, kept as long as it is.",
         "logging_steps": "Steps between lines on the terminal; metrics.jsonl has every step.",
         "eval_steps": "Steps between evaluations; at the end only, by default.",
         "eval_batches": "Global batches per evaluation; 0 is none.",

@@ -12,7 +12,8 @@ from triaxis.engine.run.weights import StoredWeights
 from triaxis.models.config import ModelConfig
 from triaxis.models.fields import config_from_fields
 from triaxis.models.huggingface.families import model_of
-from triaxis.models.huggingface.folder import Exported, export
+from triaxis.models.huggingface.folder import Export, Exported
+from triaxis.models.huggingface.writer import Read
 from triaxis.models.presets import load_config
 from triaxis.models.weights import whole_shapes
 
@@ -27,6 +28,15 @@ def export_checkpoint(
     dtype: fp32, bf16 or fp16; None: that of the run. source: the Hugging Face folder that the run began with, whose
     config.json, tokenizer and chat template go along; None: as the checkpoint says, if it is still there
     """
+    to, read = opened_export(path, folder, dtype=dtype, source=source)
+    to.begin()
+    return to.finish(to.write(read))
+
+
+def opened_export(
+    path: Path, folder: Path, *, dtype: str | None = None, source: Path | None = None
+) -> tuple[Export, Read]:
+    """The export of a checkpoint, not begun, and what reads its tensors. As `export_checkpoint` says."""
     state = read_manifest(path).state
     if source is None:
         named = state.config.get("model_name_or_path")
@@ -35,7 +45,9 @@ def export_checkpoint(
     run_dtype = str(state.config.get("dtype"))
     chosen = DTYPES[dtype or (run_dtype if run_dtype in DTYPES else "fp32")]
     weights = StoredWeights(path, whole_shapes(model))
-    return export(folder, model, weights.read, dtype=chosen, source=source)
+    asked = state.config.get("tokenizer")
+    tokenizer = Path(str(asked)) if asked and Path(str(asked)).exists() else None
+    return Export(folder, model, dtype=chosen, source=source, tokenizer=tokenizer), weights.read
 
 
 def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> ModelConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,11 +25,10 @@ from triaxis.engine.data.source import Source, open_source
 from triaxis.engine.data.stdlib import this_python
 from triaxis.engine.data.tokenizer import open_tokenizer
 from triaxis.engine.run.mixing import Mix, course_of
-from triaxis.parallel.worlds.agreement import agree, gather_json
+from triaxis.engine.run.on_all_ranks import RANKS_NAMED, listed_places, on_all_ranks, place_of
+from triaxis.parallel.worlds.agreement import gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
-FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.01, 1.0
-RANKS_NAMED = 4
 PYTHON = "Python whose library is the data"
 ROOMS = Path(__file__).resolve().parents[1].parent
 PLACES = (
@@ -59,20 +57,7 @@ def open_inputs(config: RunConfig, resolved: ResolvedRun, mesh: Mesh, still: Cal
     still: called now and then while data is read, which may take minutes on one rank and a moment on another
     Raises ValueError, on all ranks alike.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="reading") as pool:
-        opened = pool.submit(_open, config, resolved, mesh)
-        poll = FIRST_POLL_SECONDS
-        while agree(mesh, int(not wait([opened], poll).done))[0]:
-            poll = min(2 * poll, LONGEST_POLL_SECONDS)
-            still()
-    error = opened.exception()
-    if error is not None and not isinstance(error, (ValueError, OSError)):
-        raise error
-    inputs = None if error is not None else opened.result()
-    faults = tell_faults(mesh, None if error is None else str(error) or repr(error))
-    if faults is not None:
-        raise ValueError(faults) from error
-    assert inputs is not None, "a rank with an error has raised it"
+    inputs = on_all_ranks(mesh, lambda: _open(config, resolved, mesh), still)
     _refuse_differing(mesh, config, inputs.fingerprints)
     return inputs
 
@@ -161,21 +146,6 @@ def _loader(
     )
 
 
-def tell_faults(mesh: Mesh, fault: str | None) -> str | None:
-    """What went wrong on any rank, on all of them: with rank and machine, unless it did so on all alike. Collective."""
-    if not agree(mesh, int(fault is not None))[0]:
-        return None
-    answers = gather_json(mesh.everyone, [fault, socket.gethostname()], mesh.world.device)
-    faults: dict[str, list[str]] = {}
-    for rank, answer in enumerate(answers):
-        assert isinstance(answer, list)
-        if answer[0] is not None:
-            faults.setdefault(answer[0], []).append(_place(mesh, rank, answer[1]))
-    if [len(ranks) for ranks in faults.values()] == [len(answers)]:
-        return next(iter(faults))
-    return "\n".join(f"{text} (on {_listed(ranks)})" for text, ranks in faults.items())
-
-
 def told_inputs(inputs: RunInputs, config: RunConfig, resolved: ResolvedRun, samples: int) -> list[str]:
     """What is read and what becomes of it, a line each; samples: of the whole run."""
     eval_batches = config.eval_batches
@@ -242,14 +212,5 @@ def _camp(mesh: Mesh, what: str, camp: tuple[str, list[int]], answers: list[obje
         assert isinstance(answer, list)
         path = answer[2]["data_path"] if what == "training data" else "None"
         path = path if path != "None" else answer[2].get(FLAG_OF.get(what, ""), "None")
-        named.append(_place(mesh, rank, answer[1]) + (f" ({path})" if path != "None" else ""))
-    return f"{value} on {_listed(named, len(ranks))}"
-
-
-def _place(mesh: Mesh, rank: int, host: str) -> str:
-    return f"rank {rank} ({mesh.topology.place(rank)}) on {host}"
-
-
-def _listed(places: list[str], count: int | None = None) -> str:
-    more = (count or len(places)) - RANKS_NAMED
-    return ", ".join(places[:RANKS_NAMED]) + (f" and {more} more" if more > 0 else "")
+        named.append(place_of(mesh, rank, answer[1]) + (f" ({path})" if path != "None" else ""))
+    return f"{value} on {listed_places(named, len(ranks))}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from triaxis.engine.checkpoint.folder import FOLDER
 from triaxis.engine.checkpoint.manifest import RunState, SaveError
-from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy
+from triaxis.engine.config import ResolvedRun, RunConfig, SaveStrategy, run_directory, source_of
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.faults.supervision import Watch
 from triaxis.engine.plain_files import open_plain
@@ -141,6 +141,7 @@ class Saver:
             store, self._opened = self._open_store(), True
             store.save(state, asynchronous=asynchronous, best=best)
             self._prune(store)
+            self._copy(counters.step)
         except SaveError as error:
             self._bear(error, must=must)
         else:
@@ -169,6 +170,29 @@ class Saver:
             self._bear(error, must=False)
             return True
         return committed
+
+    def _copy(self, step: int) -> None:
+        """The checkpoint of this step as a Hugging Face folder, if the run keeps such ones. Raises SaveError."""
+        if not self._config.save_hf_checkpoints:
+            return
+        from triaxis.engine.run.hub_copies import prune_copies, write_copy
+
+        directory = run_directory(self._config)
+        try:
+            told = write_copy(
+                self._training.mesh,
+                directory,
+                step,
+                source=source_of(self._config),
+                still=lambda: self._watch.at(step, "writing a Hugging Face folder"),
+            )
+        except ValueError as error:
+            raise SaveError(
+                f"the Hugging Face folder of step {step} was not written: {error}", step
+            ) from error
+        if self._training.mesh.world.rank == 0:
+            prune_copies(directory)
+            self._say(told)
 
     def _prune(self, store: CheckpointStore) -> None:
         """Says each thing that had to be set aside or left once."""

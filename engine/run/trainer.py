@@ -19,6 +19,7 @@ from triaxis.engine.config import (
     SaveStrategy,
     learning_rate_of,
     run_directory,
+    source_of,
 )
 from triaxis.engine.data.ahead import Ahead
 from triaxis.engine.faults.numbers import judge, most_norm
@@ -27,8 +28,9 @@ from triaxis.engine.faults.supervision import Supervision, Watch
 from triaxis.engine.plan import step_plan
 from triaxis.engine.run.counters import Counters
 from triaxis.engine.run.groups import told_groups
-from triaxis.engine.run.inputs import RunInputs, open_inputs, tell_faults, told_inputs
+from triaxis.engine.run.inputs import RunInputs, open_inputs, told_inputs
 from triaxis.engine.run.metrics import METRICS_NAME, MetricsWriter, StepRow
+from triaxis.engine.run.on_all_ranks import tell_faults
 from triaxis.engine.run.packing import check_packing
 from triaxis.engine.run.peak import peak_memory_bytes
 from triaxis.engine.run.plot import LivePicture, plot_run
@@ -217,16 +219,19 @@ class _Run:
         )
 
     def _export(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Writes the last checkpoint as a Hugging Face folder. Rank 0 works alone, one file in memory at a time."""
-        self._watch.at(self._resolved.total_steps or 0, "exporting")
-        if not self._speaks:
-            return
-        from triaxis.engine.run.export import export_checkpoint, exported_text
+        """Writes the last checkpoint as a Hugging Face folder, one file in memory at a time. Collective."""
+        from triaxis.engine.run.hub_copies import export_together
 
-        newest = checkpoints_at(self._directory)[-1]
-        source = self._config.model_name_or_path
-        done = export_checkpoint(newest, folder, source=None if source is None else Path(source))
-        say(exported_text(done))
+        step = self._resolved.total_steps or 0
+        self._watch.at(step, "exporting")
+        told = export_together(
+            self._mesh,
+            checkpoints_at(self._directory)[-1],
+            folder,
+            source=source_of(self._config),
+            still=lambda: self._watch.at(step, "exporting"),
+        )
+        say(told)
 
     def _step(
         self, counters: Counters, total_steps: int, rates: Rates, ahead: Ahead, say: Callable[[str], None]

@@ -19,17 +19,17 @@ from triaxis.models.huggingface.reader import HubWeights, SafetensorsFolder
 from triaxis.models.huggingface.writer import FILE_BYTES, Read, write_tensors
 from triaxis.models.weights import Weights, whole_shapes
 
-BESIDE = (
+SETTINGS = ("generation_config.json",)
+TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "generation_config.json",
     "vocab.*",
     "merges.txt",
     "*.model",
 )
-"""What is carried along unread from the folder that a model came from."""
+"""What is carried along unread from the folder that a model, or its tokenizer, came from."""
 DRAFT = "unfinished"
 """The folder within an export that files are moved out of when all are there."""
 DTYPE_NAMES = {
@@ -81,6 +81,76 @@ class Exported:
     carried: tuple[str, ...]
 
 
+class Export:
+    """A model on its way into a Hugging Face folder: `begin` once, `write` on any number of ranks, `finish` once.
+
+    source: the Hugging Face folder that the model came from: its config.json, tokenizer and chat template go along
+    tokenizer: a tokenizer.json or a folder of one that it was trained with instead
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        source: Path | None = None,
+        tokenizer: Path | None = None,
+    ) -> None:
+        known = source is not None and (source / CONFIG).is_file()
+        original = read_config(source / CONFIG) if known and source is not None else None
+        self._folder, self._model, self._dtype = folder, model, dtype
+        self._source, self._tokenizer = source, tokenizer
+        self._config = (
+            None if isinstance(model, GuestModel) else config_json(model, DTYPE_NAMES[dtype], original)
+        )
+
+    def begin(self) -> None:
+        """Makes the folder, which must not exist or be empty."""
+        if self._folder.exists() and (not self._folder.is_dir() or any(self._folder.iterdir())):
+            raise ValueError(
+                f"`{self._folder}` must be a new or an empty folder, but holds something; name another"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, read: Read, share: tuple[int, int] = (0, 1), file_bytes: int = FILE_BYTES) -> int:
+        """Writes this rank's files, of (rank, ranks); returns the bytes of all tensors."""
+        if isinstance(self._model, GuestModel):
+            from triaxis.models.huggingface.guest_weights import write_guest
+
+            if share[0]:
+                return 0  # `transformers` writes on one process
+            (self._folder / DRAFT).mkdir()
+            return write_guest(self._folder / DRAFT, self._model, read, self._dtype)
+        assert self._config is not None
+        family, shapes = family_of(self._config, str(self._folder / CONFIG)), whole_shapes(self._model)
+        places = place_tensors((*family.rows(self._model), *family.tables[0]), shapes)
+        return write_tensors(self._folder, places, shapes, read, self._dtype, family.fp32, file_bytes, share)
+
+    def finish(self, size_bytes: int) -> Exported:
+        """Adds what belongs to the model besides its weights, and config.json.
+
+        That comes last, so that a folder that was left half written is not taken for a model.
+        """
+        carried = _carry(self._folder, self._source, self._tokenizer)
+        config = self._config
+        if config is None:
+            config = read_config(self._folder / DRAFT / CONFIG)
+            for path in (self._folder / DRAFT).iterdir():
+                if path.name in (*carried, CONFIG):  # settings that the source has are the source's
+                    path.unlink()
+                else:
+                    path.rename(self._folder / path.name)
+            (self._folder / DRAFT).rmdir()
+        (self._folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return Exported(
+            folder=self._folder,
+            architecture=config["architectures"][0],
+            size_bytes=size_bytes,
+            carried=tuple(carried),
+        )
+
+
 def export(
     folder: Path,
     model: ModelConfig,
@@ -90,52 +160,24 @@ def export(
     source: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Writes a model as a Hugging Face folder, which must not exist or be empty.
-
-    source: the Hugging Face folder that the model came from: its config.json, tokenizer and chat template go along
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"`{folder}` must be a new or an empty folder, but holds something; name another")
-    known = source is not None and (source / CONFIG).is_file()
-    original = read_config(source / CONFIG) if known and source is not None else None
-    if isinstance(model, GuestModel):
-        return _export_guest(folder, model, read, dtype, source)
-    config = config_json(model, DTYPE_NAMES[dtype], original)
-    family = family_of(config, str(folder / CONFIG))
-    shapes = whole_shapes(model)
-    places = place_tensors((*family.rows(model), *family.tables[0]), shapes)
-    folder.mkdir(parents=True, exist_ok=True)
-    carried = _carry(source, folder) if source is not None else ()
-    size = write_tensors(folder, places, shapes, read, dtype, family.fp32, file_bytes)
-    # Last, so that a folder that was left half written is not taken for a model.
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return Exported(
-        folder=folder, architecture=config["architectures"][0], size_bytes=size, carried=tuple(carried)
-    )
+    """Writes a model as a Hugging Face folder, which must not exist or be empty. source: as `Export` says."""
+    to = Export(folder, model, dtype=dtype, source=source)
+    to.begin()
+    return to.finish(to.write(read, file_bytes=file_bytes))
 
 
-def _export_guest(
-    folder: Path, model: GuestModel, read: Read, dtype: torch.dtype, source: Path | None
-) -> Exported:
-    """The same by the model's own `save_pretrained`, as `transformers` names and shards."""
-    from triaxis.models.huggingface.guest_weights import write_guest
-
-    draft = folder / DRAFT
-    draft.mkdir(parents=True)
-    architecture, size = write_guest(draft, model, read, dtype)
-    carried = _carry(source, folder) if source is not None else []
-    for path in sorted(draft.iterdir(), key=lambda path: path.name == CONFIG):  # last, as above
-        if path.name in carried:  # settings that the source has are the source's
-            path.unlink()
-        else:
-            path.rename(folder / path.name)
-    draft.rmdir()
-    return Exported(folder=folder, architecture=architecture, size_bytes=size, carried=tuple(carried))
-
-
-def _carry(source: Path, folder: Path) -> list[str]:
-    """Copies what belongs to a model besides its weights."""
-    found = sorted({path for pattern in BESIDE for path in source.glob(pattern) if path.is_file()})
-    for path in found:
-        shutil.copyfile(path, folder / path.name)
-    return [path.name for path in found]
+def _carry(folder: Path, source: Path | None, tokenizer: Path | None) -> list[str]:
+    """Copies what belongs to a model besides its weights; the tokenizer is that of training, if that was another."""
+    found = {}
+    for place, patterns in (
+        (source, SETTINGS if tokenizer is not None else (*SETTINGS, *TOKENIZER)),
+        (tokenizer, TOKENIZER),
+    ):
+        if place is not None and place.is_file():
+            found["tokenizer.json"] = place
+        elif place is not None:
+            paths = (path for pattern in patterns for path in place.glob(pattern) if path.is_file())
+            found |= {path.name: path for path in paths}
+    for name, path in found.items():
+        shutil.copyfile(path, folder / name)
+    return sorted(found)

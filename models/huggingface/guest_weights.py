@@ -158,8 +158,8 @@ def _read_by_them(folder: Path, theirs: Any, faults: list[str]) -> dict[str, Ten
 
 def write_guest(
     folder: Path, model: GuestModel, read: Callable[[str, Shape, Shape], Tensor], dtype: torch.dtype
-) -> tuple[str, int]:
-    """Writes a guest as its own `save_pretrained` does; its class, the bytes of all tensors. All are in memory."""
+) -> int:
+    """Writes a guest as its own `save_pretrained` does; returns the bytes of all tensors, which are all in memory."""
     theirs = guest_module(model, with_dropout=True)
     give_parameters(theirs, lambda name, held: read(name, (0,) * held.dim(), tuple(held.shape)).to(dtype))
     for name, buffer in theirs.named_buffers():
@@ -167,4 +167,4 @@ def write_guest(
             buffer.copy_(read(name, (0,) * buffer.dim(), tuple(buffer.shape)))
     theirs.config.dtype = dtype
     theirs.save_pretrained(folder)
-    return type(theirs).__name__, sum(parameter.nbytes for parameter in theirs.parameters())
+    return sum(parameter.nbytes for parameter in theirs.parameters())

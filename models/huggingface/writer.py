@@ -22,12 +22,16 @@ Read = Callable[[str, Shape, Shape], Tensor]
 
 
 def their_tensors(
-    places: Places, shapes: dict[str, Shape], read: Read, dtype_of: Callable[[str], torch.dtype]
+    names: Sequence[str],
+    places: Places,
+    shapes: dict[str, Shape],
+    read: Read,
+    dtype_of: Callable[[str], torch.dtype],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each of their tensors, put together from ours; `shapes` are ours. Theirs come in the order of our first parts."""
-    for name, whole in places.shapes.items():
+    """Those of their tensors that `names` are, put together from ours; `shapes` are ours."""
+    for name in names:
         dtype = dtype_of(name)
-        tensor = torch.empty(whole, dtype=dtype)
+        tensor = torch.empty(places.shapes[name], dtype=dtype)
         for part in places.parts[name]:
             place, shape = places.of[part], shapes[part]
             values = read(part, (0,) * len(shape), shape)
@@ -48,10 +52,12 @@ def write_tensors(
     dtype: torch.dtype,
     fp32: Sequence[str] = (),
     file_bytes: int = FILE_BYTES,
+    share: tuple[int, int] = (0, 1),
 ) -> int:
     """Writes all tensors, `file_bytes` a file at most (a larger tensor has its own); returns the bytes of all.
 
     fp32: patterns of their names that stay fp32 whatever `dtype` is
+    share: (rank, ranks): each writes every so manieth file, the first one the index too
     """
 
     def dtype_of(name: str) -> torch.dtype:
@@ -61,15 +67,13 @@ def write_tensors(
         [(name, prod(shape) * dtype_of(name).itemsize) for name, shape in places.shapes.items()], file_bytes
     )
     names = [SINGLE] if len(cuts) == 1 else [_numbered(at, len(cuts)) for at in range(len(cuts))]
-    tensors = their_tensors(places, shapes, read, dtype_of)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for file, members in zip(names, cuts, strict=True):
-        held = {name: next(tensors)[1] for name in members}
+    rank, ranks = share
+    for file, members in list(zip(names, cuts, strict=True))[rank::ranks]:
+        held = dict(their_tensors(members, places, shapes, read, dtype_of))
         save_file(held, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(members, file)
-        total += sum(tensor.nbytes for tensor in held.values())
-    if len(cuts) > 1:
+    total = sum(prod(shape) * dtype_of(name).itemsize for name, shape in places.shapes.items())
+    if len(cuts) > 1 and rank == 0:
+        weight_map = {name: file for file, members in zip(names, cuts, strict=True) for name in members}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return total
