@@ -50,6 +50,20 @@ def test_fsdp_trains_the_thread_worlds_model(
     assert not disagreements(collect(ranks), expected, "fp64")
 
 
+@pytest.mark.processes
+def test_fsdp_trains_a_model_that_transformers_builds(tmp_path: Path) -> None:
+    from tests.ranks.test_guests import guest  # loads transformers
+
+    model = guest("stablelm", tie_word_embeddings=True)
+    layout = Layout(dp=2, zero=3, recompute=True)
+    main = rank_main(replace(layout, data_parallel="fsdp"), model=model, rule="sgd, clip 0.1", steps=STEPS)
+    ranks = run_processes(layout.size, tmp_path, main)
+    failures = [rank for rank in ranks if not isinstance(rank, tuple)]
+    assert not failures, failures[0]
+    expected = run(Layout(), model=model, rule="sgd, clip 0.1", steps=STEPS)
+    assert not disagreements(collect(ranks), expected, "fp64")
+
+
 def losses_around_evaluation(world: World, data_parallel: str, dtype: str) -> list[float]:
     """Losses of two steps with an evaluation after each, then the bytes of master weights held."""
     layout = Layout(dp=2, zero=3)

@@ -1,4 +1,4 @@
-"""Whole runs of models that `transformers` builds: from a folder or a config.json to a folder, saved and gone on from."""
+"""Whole runs of models that `transformers` builds: from a folder or a config.json to a folder, saved, gone on from."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from triaxis.models.builder import Stage, build_model
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import CONFIG, model_of, read_config
 from triaxis.models.huggingface.fields import Unsupported
-from triaxis.models.huggingface.folder import export, open_weights
+from triaxis.models.huggingface.folder import Export, export, open_weights
 from triaxis.models.huggingface.reader import ImportRefused, SafetensorsFolder
 from triaxis.models.weights import filler, whole_shapes
 from triaxis.parallel.layers.build import Build
@@ -350,7 +350,6 @@ def test_names_without_their_prefix_are_read(tmp_path: Path) -> None:
         ({"hidden_act": "relu"}, "`hidden_act` is 'relu', which is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "`rope_parameters` is"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "sine": 1}}, "has `sine`"),
-        ({"model_type": "bloom"}, "`model_type` must be one of llama, qwen2"),
         ({"num_hidden_layers": "two"}, "`num_hidden_layers` must be a whole number"),
         ({"tie_word_embeddings": 1}, "`tie_word_embeddings` must be true or false"),
     ],
@@ -452,3 +451,19 @@ def test_experts_in_one_tensor_are_read_too(case: str, tmp_path: Path) -> None:
     (other,) = run_threads(1, lambda world: loaded(world, tmp_path / "stacked"))
     expected = whole(one)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole(other).items())
+
+
+def test_ranks_write_the_files_of_one_export_between_them(tmp_path: Path) -> None:
+    make("qwen3", tmp_path / "in")
+    model = model_of(read_config(tmp_path / "in" / CONFIG), "in")
+    weights = open_weights(tmp_path / "in", model)
+    done = export(tmp_path / "alone", model, weights.read, dtype=torch.float32, file_bytes=20_000)
+    to = Export(tmp_path / "out", model, dtype=torch.float32)
+    to.begin()
+    sizes = {to.write(weights.read, share=(rank, 3), file_bytes=20_000) for rank in (2, 0, 1)}
+    to.finish(done.size_bytes)
+    assert sizes == {done.size_bytes}
+    names = sorted(path.name for path in (tmp_path / "alone").iterdir())
+    assert len(names) > 4
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert all((tmp_path / "alone" / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)
