@@ -11,6 +11,7 @@ from typing import Any
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, resolve
 from triaxis.models.config import ModelConfig
+from triaxis.models.huggingface.guest import GuestModel, dropouts
 from triaxis.models.presets import layers_read_over, load_config
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import counted, divisors
@@ -88,6 +89,15 @@ def depths_warning(config: RunConfig) -> str | None:
         f"warning: {config.model_name_or_path} has {count} layer(s) for extra prediction depths "
         "(`num_nextn_predict_layers`), which are read over and not trained"
     )
+
+
+def dropout_warning(resolved: ResolvedRun) -> str | None:
+    """Says so where a model of transformers asks for dropout, which no model has here."""
+    found = dropouts(resolved.model.values()) if isinstance(resolved.model, GuestModel) else {}
+    if not found:
+        return None
+    told = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    return f"warning: {resolved.model.name} is trained without dropout; its config.json, which is kept, has {told}"
 
 
 def bubble_warning(config: RunConfig, resolved: ResolvedRun) -> str | None:

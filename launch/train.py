@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from triaxis.engine.advice import bubble_warning, depths_warning, resolve_or_advise
+from triaxis.engine.advice import bubble_warning, depths_warning, dropout_warning, resolve_or_advise
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
 from triaxis.launch.directory import claim_directory
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from triaxis.engine.run.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 
-    told = (bubble_warning(config, resolved), depths_warning(config))
+    told = (bubble_warning(config, resolved), depths_warning(config), dropout_warning(resolved))
     warnings_here = [*launch_warnings(os.environ), *filter(None, told)]
     for warning in warnings_here if launch.rank == 0 else ():
         print(warning, file=sys.stderr, flush=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -75,6 +76,20 @@ def give_parameters(module: nn.Module, make: Callable[[str, Tensor], Tensor]) ->
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 part._parameters[name] = made[parameter]
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Lets `transformers` read and write without progress bars between a run's own lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triaxis.models.huggingface.guest import GuestModel
-from triaxis.models.huggingface.guest_module import give_parameters, guest_module
+from triaxis.models.huggingface.guest_module import give_parameters, guest_module, without_bars
 from triaxis.models.huggingface.places import Shape
 from triaxis.models.huggingface.reader import SHOWN, ImportRefused, SafetensorsFolder, compare_shapes
 
@@ -139,9 +139,10 @@ def _untold(theirs: Any) -> list[str]:  # noqa: ANN401
 
 def _read_by_them(folder: Path, theirs: Any, faults: list[str]) -> dict[str, Tensor]:  # noqa: ANN401
     """Their own reader's tensors; ImportRefused where it misses some."""
-    model, told = type(theirs).from_pretrained(
-        folder, config=theirs.config, dtype=torch.float32, local_files_only=True, output_loading_info=True
-    )
+    with without_bars():
+        model, told = type(theirs).from_pretrained(
+            folder, config=theirs.config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
     wrong = [
         f"  {key[:-5]}: {name}" for key in ("missing_keys", "unexpected_keys") for name in sorted(told[key])
     ]
@@ -166,5 +167,6 @@ def write_guest(
         if name in theirs.state_dict() and buffer.is_floating_point() and buffer.dim():
             buffer.copy_(read(name, (0,) * buffer.dim(), tuple(buffer.shape)))
     theirs.config.dtype = dtype
-    theirs.save_pretrained(folder)
+    with without_bars():
+        theirs.save_pretrained(folder)
     return sum(parameter.nbytes for parameter in theirs.parameters())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.ranks.test_guests import values_of
 from tests.ranks.test_huggingface_runs import add_tokenizer, flags
 from tests.runs import names, rows, run, step
+from triaxis.engine.advice import dropout_warning
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.launch.convert import main as convert
@@ -21,6 +22,8 @@ from triaxis.launch.generate import main as generate
 from triaxis.launch.plan import main as plan
 from triaxis.launch.simulate import main as simulate
 from triaxis.models.huggingface.families import CONFIG, FAMILIES
+from triaxis.models.huggingface.guest import GuestModel
+from triaxis.models.huggingface.guest_module import guest_module
 from triaxis.models.huggingface.reader import ImportRefused
 
 pytestmark = pytest.mark.usefixtures("no_picture")
@@ -164,6 +167,10 @@ def test_units_by_class_and_by_size_train_alike(tmp_path: Path) -> None:
         found.append(losses(tmp_path / name))
     assert found[1] == [pytest.approx(row, rel=1e-10) for row in found[0]]
     assert found[2] == [pytest.approx(row, rel=1e-10) for row in found[0]]
+    own = {**flags(tmp_path, dtype="fp64", dp=2, zero=3), "steps": 2, "model": "tiny"}
+    for name, more in (("own", {}), ("leaves", {"min_num_params": 1})):
+        run(own | {"output_dir": str(tmp_path / name)} | more)
+    assert losses(tmp_path / "leaves") == [pytest.approx(row, rel=1e-10) for row in losses(tmp_path / "own")]
     with pytest.raises(
         ConfigError, match=r"`wrap` must name classes .* Nothing is none; these are: .*StableLmMLP"
     ):
@@ -190,6 +197,17 @@ def test_a_layout_that_would_cut_it_is_refused_with_the_families(
         resolve(config, 2)
     assert next(iter(layout)) in str(refused.value)
     assert all(name in str(refused.value) for name in FAMILIES)
+
+
+def test_dropout_is_told_left_out_and_kept_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps(values_of("opt")))
+    resolved = resolve(RunConfig(model=str(tmp_path / CONFIG), seq=32), 1)
+    assert "without dropout; its config.json, which is kept, has dropout 0.1" in str(
+        dropout_warning(resolved)
+    )
+    assert isinstance(resolved.model, GuestModel)
+    assert guest_module(resolved.model).config.dropout == 0
+    assert guest_module(resolved.model, with_dropout=True).config.dropout == 0.1
 
 
 def test_what_is_missing_in_a_folder_is_listed(tmp_path: Path) -> None:
