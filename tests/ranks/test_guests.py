@@ -17,7 +17,7 @@ from torch import nn
 from tests.agreement import LEARNING_RATE, Layout, Run, disagreements, run, sequences
 from triaxis.models.batch import IGNORED, Batch
 from triaxis.models.huggingface.guest import GuestModel, guest_of
-from triaxis.models.huggingface.guest_module import give_parameters, guest_module
+from triaxis.models.huggingface.guest_module import guest_module
 from triaxis.models.huggingface.guest_weights import TheirFirstValues
 from triaxis.models.huggingface.head_loss import head_loss
 from triaxis.models.stage import ModelStage, build_stage
@@ -64,11 +64,12 @@ def guest(family: str, **more: Any) -> GuestModel:
 
 
 def filled(model: GuestModel, dtype: torch.dtype) -> Any:
-    """Their whole model with the values that ours begins with."""
-    theirs, first = guest_module(model), TheirFirstValues(model, 0)
-    give_parameters(
-        theirs, lambda name, held: first.read(name, (0,) * held.dim(), tuple(held.shape)).to(dtype).clone()
-    )
+    """Their whole model, as transformers makes it, with the values that ours begins with."""
+    config = transformers.CONFIG_MAPPING[model.model_type].from_dict(model.values() | {"dropout": 0.0})
+    theirs, first = transformers.AutoModelForCausalLM.from_config(config), TheirFirstValues(model, 0)
+    for name, parameter in theirs.named_parameters():
+        values = first.read(name, (0,) * parameter.dim(), tuple(parameter.shape))
+        parameter.data = values.to(dtype).clone()
     return theirs.train()
 
 
