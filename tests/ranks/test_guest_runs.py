@@ -132,16 +132,16 @@ def test_from_a_config_alone_on_any_layout_and_further_on_another(tmp_path: Path
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
-def test_a_folder_with_each_checkpoint_as_long_as_it_stays(tmp_path: Path) -> None:
-    make("stablelm", tmp_path / "in")
-    more = {
-        "save_steps": 1,
-        "save_total_limit": 2,
-        "save_hf_checkpoints": True,
-        "dp": 2,
-        "zero": 3,
-        "steps": 4,
-    }
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("stablelm", {"dp": 2, "zero": 3}), ("qwen3", {"tp": 2, "pp": 2, "dp": 2})],
+    ids=["guest", "family"],
+)
+def test_a_folder_with_each_checkpoint_as_long_as_it_stays(
+    family: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    make(family, tmp_path / "in")
+    more = {"save_steps": 1, "save_total_limit": 2, "save_hf_checkpoints": True, "steps": 4, **layout}
     run(flags(tmp_path, model_name_or_path=str(tmp_path / "in"), **more))
     out = tmp_path / "run" / "hf"
     assert sorted(path.name for path in out.iterdir()) == names(tmp_path / "run") == [step(3), step(4)]
@@ -149,9 +149,12 @@ def test_a_folder_with_each_checkpoint_as_long_as_it_stays(tmp_path: Path) -> No
     newest, before = (loaded(out / name).state_dict() for name in (step(4), step(3)))
     assert not torch.equal(newest["lm_head.weight"], before["lm_head.weight"])
     assert convert([str(tmp_path / "run"), "--to", "hf", str(tmp_path / "late")]) == 0
-    assert all(
-        torch.equal(newest[name], held) for name, held in loaded(tmp_path / "late").state_dict().items()
-    )
+    late = loaded(tmp_path / "late").state_dict()
+    assert all(torch.equal(newest[name], held) for name, held in late.items())
+    assert convert([str(tmp_path / "run"), "--to", "file", str(tmp_path / "all")]) == 0
+    whole = load_file(tmp_path / "all")
+    assert all(torch.equal(whole[name], late[name].bfloat16()) for name in whole)
+    assert len(whole) == len(load_file(tmp_path / "late" / "model.safetensors"))
 
 
 def test_units_by_class_and_by_size_train_alike(tmp_path: Path) -> None:
