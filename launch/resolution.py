@@ -150,7 +150,12 @@ def _warmup_steps(config: RunConfig, resolved: ResolvedRun) -> Followed | None:
 
 def _save_strategy(config: RunConfig, resolved: ResolvedRun) -> Followed:
     by = next(
-        (flag_of(name) for name in ("save_steps", "save_minutes", "save_hf") if getattr(config, name)), None
+        (
+            flag_of(name)
+            for name in ("save_steps", "save_minutes", "save_hf", "save_hf_checkpoints")
+            if getattr(config, name)
+        ),
+        None,
     )
     return Followed(str(resolved.save_strategy), DEFAULT if by is None else by)
 
