@@ -12,7 +12,7 @@ from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunCon
 from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, resolve
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.guest import GuestModel, dropouts
-from triaxis.models.presets import layers_read_over, load_config
+from triaxis.models.presets import depths_in, load_config
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import counted, divisors
 
@@ -43,7 +43,7 @@ def advice(config: RunConfig, world_size: int, faults: tuple[str, ...]) -> tuple
     if min(config.tp, config.pp, config.cp, config.dp or 1) < 1:
         return ()
     try:
-        model = load_config(config.model)
+        model = replace(load_config(config.model), depths=config.mtp_depths)
     except ValueError:
         return ()
     rest = tuple(fault for fault in _faults(_plain(config), 1, model) if fault in faults)
@@ -82,12 +82,14 @@ def flags_of(config: RunConfig) -> list[str]:
 
 def depths_warning(config: RunConfig) -> str | None:
     """Says so where a Hugging Face folder has layers for extra prediction depths, which are not trained."""
-    count = layers_read_over(config.model_name_or_path) if config.model_name_or_path is not None else 0
-    if count == 0:
+    count = depths_in(config.model_name_or_path) if config.model_name_or_path is not None else 0
+    count -= config.mtp_depths
+    if count < 1:
         return None
     return (
         f"warning: {config.model_name_or_path} has {count} layer(s) for extra prediction depths "
-        "(`num_nextn_predict_layers`), which are read over and not trained"
+        f"(`num_nextn_predict_layers`), which are read over and not trained; "
+        f"--mtp-depths {count + config.mtp_depths} trains them"
     )
 
 

@@ -49,6 +49,8 @@ class RunConfig:
     model: str = "tiny"
     model_name_or_path: str | None = None
     init_from: str | None = None
+    mtp_depths: int = 0
+    mtp_weight: float = 0.3
     data: str = "stdlib"
     data_path: str | None = None
     eval_data: str | None = None

@@ -70,6 +70,7 @@ class StepPlan:
     wrap: classes of modules that are units of ZeRO's and fsdp's; min_num_params: or the innermost modules with so many
     parameters; without either, layers, embedding and head
     accumulate_dtype: of summed gradients; None: as `Precision.summed` says
+    depth_weight: of the mean loss of extra prediction depths (DeepSeek-V3: λ)
     skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     seed: of the initial values; None: they are not made, as a trace needs none
     """
@@ -90,6 +91,7 @@ class StepPlan:
     dtype: Precision = Precision.FP32
     accumulate_dtype: Precision | None = None
     max_grad_norm: float = 1.0
+    depth_weight: float = 0.3
     rule: UpdateRule = field(default_factory=UpdateRule)
     skip_bad: bool = False
     seed: int | None = 0
@@ -102,10 +104,14 @@ class StepPlan:
 
 @lru_cache(maxsize=4096)
 def stage_layers(model: ModelConfig, stages: int) -> tuple[range, ...]:
-    """The layers of each model stage, cut by parameters: the head weighs as much as its share of the first layer."""
+    """The layers of each model stage, cut by parameters: the head weighs as much as its share of the first layer.
+
+    An extra prediction depth, which the last stage has, weighs its own parameters and the head once more.
+    """
     first = model.layer_parameters()
     costs = [model.layer_parameters(layer) / first for layer in range(model.layers)]
-    head = model.embedding_parameters() / first
+    head = (1 + model.depths) * model.embedding_parameters() / first
+    head += sum(map(model.depth_parameters, range(model.depths))) / first
     return partition_layers(model.layers, stages, layer_cost=costs, first_extra=0.0, last_extra=head)
 
 
@@ -128,6 +134,7 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
         dtype=Precision(config.dtype),
         accumulate_dtype=Precision(resolved.accumulate_dtype),
         max_grad_norm=config.max_grad_norm,
+        depth_weight=config.mtp_weight,
         rule=UpdateRule(
             name=Rule(config.optimizer),
             weight_decay=config.weight_decay,

@@ -15,7 +15,7 @@ from triaxis.engine.data.vocabulary import vocabulary_of
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import FAMILIES
 from triaxis.models.huggingface.guest import GuestModel
-from triaxis.models.presets import PRESETS, load_config, window_of
+from triaxis.models.presets import PRESETS, depths_in, load_config, window_of
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import divisors
 from triaxis.parallel.places.topology import Topology, resolve_topology
@@ -45,7 +45,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed"),
-    *("dataloader_num_workers", "show_samples", "check_collectives"),
+    *("dataloader_num_workers", "show_samples", "check_collectives", "mtp_depths", "mtp_weight"),
 )
 _MOST = {
     **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "virtual_stages"), 1_000_000),
@@ -55,6 +55,7 @@ _MOST = {
     **dict.fromkeys(("timeout_seconds", "hang_timeout", "save_minutes"), 10_000_000),
     **dict.fromkeys(("steps", "eval_batches", "warmup_steps", "num_train_epochs"), 10**12),
     "seq": 100_000_000,
+    "mtp_depths": 1000,
     "global_batch": 1_000_000_000,
 }
 """Beyond what anybody has run, and still quick to check."""
@@ -73,6 +74,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
     if model is None:
         try:
             model = _with_vocabulary(config, load_config(config.model_name_or_path or config.model))
+            model = dataclasses.replace(model, depths=config.mtp_depths) if config.mtp_depths else model
             faults += _hub_faults(config, model)
         except ValueError as error:
             faults.append(str(error))
@@ -305,6 +307,11 @@ def _training_faults(config: RunConfig) -> list[str]:
             f"`offload_param` must be none but with zero 3, which shards parameters, but is {config.offload_param}; "
             "use --zero 3"
         )
+    if config.mtp_weight != RunConfig().mtp_weight and not config.mtp_depths:
+        faults.append(
+            f"`mtp_weight` must be left out without extra prediction depths, but is {config.mtp_weight:g}; "
+            "give --mtp_depths"
+        )
     if config.accumulate_dtype == "bf16" and config.dtype != "bf16":
         faults.append(
             f"`accumulate_dtype` must be auto with dtype {config.dtype}, but is bf16; use it with --dtype bf16"
@@ -412,6 +419,12 @@ def _hub_faults(config: RunConfig, model: ModelConfig) -> list[str]:
             f"`init_from` must be left out with model_name_or_path, which has weights, but is {config.init_from}; "
             "give the architecture alone with --model DIR/config.json"
         )
+    there = depths_in(folder) if folder is not None and config.mtp_depths else config.mtp_depths
+    if config.mtp_depths > there:
+        faults.append(
+            f"`mtp_depths` must be at most {there}, the extra prediction depths that {folder} has, but is "
+            f"{config.mtp_depths}; take its architecture alone, with random weights, with --model {folder}/config.json"
+        )
     window = window_of(folder or config.model) if model.own_attention else None
     if window is not None and config.seq > window:
         faults.append(
@@ -476,6 +489,7 @@ def _guest_faults(config: RunConfig, model: GuestModel) -> list[str]:
         f"`{name}` must be 1 for {model.name}, but is {size}" for name, size in asked.items() if size > 1
     ]
     faults += [f"`sp` must be left out for {model.name}, but is given"] * config.sp
+    faults += [f"`mtp_depths` must be 0 for {model.name}, but is {model.depths}"] * (model.depths > 0)
     if config.schedule == ScheduleName.ZB_H1:
         faults.append(f"`schedule` must be 1f1b for {model.name}, but is {config.schedule}")
     why = (
@@ -504,6 +518,11 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
     if config.ep > 1 and config.data_parallel == DataParallel.FSDP:
         faults.append(
             "`ep` must be 1 with data_parallel fsdp, which knows one group of replicas; use --zero 3"
+        )
+    if model.depths and config.data_parallel == DataParallel.FSDP:
+        faults.append(
+            f"`mtp_depths` must be 0 with data_parallel fsdp, but is {model.depths}: embedding and head run "
+            "again for each depth, and fully_shard's units run once a microbatch; use --zero 3"
         )
     cuts = (*model.cuts(), *(model.expert_cuts() if config.ep == 1 else ()))
     for cut in (cut for cut in cuts if not cut.allows(tp)):

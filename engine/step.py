@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class StepResult:
     """The same on every rank.
 
     loss: mean of the global batch's trained tokens, nats; auxiliary_loss: the sum of single layers' own
+    depth_losses: of each extra prediction depth, over as many tokens as `loss`
     grad_norm: before clipping
     """
 
@@ -56,7 +58,17 @@ class StepResult:
     trained_tokens: int
     skipped: bool = False
     auxiliary_loss: float = 0.0
+    depth_losses: tuple[float, ...] = ()
     load: Load | None = None
+
+
+class Accumulated(NamedTuple):
+    """Of a global batch, scalars on the device. further: layers' own losses, if there are some, then the depths'."""
+
+    loss: Tensor
+    squared_norm: Tensor
+    tokens: Tensor
+    further: Sequence[Tensor]
 
 
 class _Chunk:
@@ -71,11 +83,17 @@ class _Chunk:
         step = self._step
         rows = step.plan.microbatch_size * len(step.batches) * step.mesh.dp.size
         inputs = Inputs(
-            batch=step.batches[microbatch], token_scale=step.scale, row_scale=1 / rows, microbatch=microbatch
+            batch=step.batches[microbatch],
+            token_scale=step.scale,
+            row_scale=1 / rows,
+            microbatch=microbatch,
+            depth_weight=step.plan.depth_weight,
         )
         output: Output = self._stage(hidden, inputs)
         if output.auxiliary is not None and step.auxiliary is not None:
             step.auxiliary.add_(output.auxiliary)
+        if output.depths is not None and step.depths is not None:
+            step.depths.add_(output.depths)
         return output.passed_on()
 
     def before_backward(self, action: Action, *, last: bool) -> None:
@@ -196,6 +214,7 @@ class TrainingStep:
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage
         self.auxiliary: Tensor | None = None  # the losses of this rank's layers, as far as the step has come
+        self.depths: Tensor | None = None  # of its extra prediction depths
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
@@ -228,21 +247,21 @@ class TrainingStep:
 
         With `skip_bad`, no update where loss or norm is not finite, or the norm is above `most_norm`.
         """
-        loss, squared_norm, tokens, auxiliary = self.accumulate(batches)
-        norm = squared_norm.sqrt()
+        made = self.accumulate(batches)
+        norm = made.squared_norm.sqrt()
         coefficient = torch.ones_like(norm)
         if self.plan.max_grad_norm > 0:
             coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(
                 1.0
             )
-        told = [loss, norm, coefficient, tokens.double(), *([] if auxiliary is None else [auxiliary])]
+        told = [made.loss, norm, coefficient, made.tokens.double(), *made.further]
         # The one time that the host waits for the device: for all that it needs, and only then.
         found = self.mesh.world.host_values(torch.stack(told)) if self.plan.skip_bad else None
         skipped = found is not None and not (math.isfinite(found[0] + found[1]) and found[1] <= most_norm)
         if not skipped:
             self.optimizer.step(learning_rate, coefficient)
             self.data_parallel.publish()
-        load = self.balance.settle(move=not skipped)
+        load, own = self.balance.settle(move=not skipped), int(self.plan.model.has_losses())
         found = found or self.mesh.world.host_values(torch.stack(told))
         return StepResult(
             loss=found[0],
@@ -250,33 +269,38 @@ class TrainingStep:
             clip_coefficient=found[2],
             trained_tokens=int(found[3]),
             skipped=skipped,
-            auxiliary_loss=0.0 if auxiliary is None else found[4],
+            auxiliary_loss=sum(found[4 : 4 + own]),
+            depth_losses=tuple(found[4 + own :]),
             load=load,
         )
 
-    def accumulate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Reduced gradients of a global batch; its loss, squared norm, trained tokens, layers' own losses (scalars)."""
+    def accumulate(self, batches: Sequence[Batch]) -> Accumulated:
+        """Reduces the gradients of a global batch."""
         self.data_parallel.start_step()
         tokens = self._set_batches(batches)
         self.losses = losses = self.pipeline.run()
         self.batches = ()
         self.data_parallel.synchronize_gradients()
-        own = self.plan.model.has_losses()  # on every rank, whether its stage has such a layer or not
-        sums = torch.zeros(3 if own else 2, dtype=torch.float64, device=self.mesh.world.device)
+        # On every rank, whether its stage has such a layer, or the extra depths, or not.
+        own, depths = self.plan.model.has_losses(), self.plan.model.depths
+        sums = torch.zeros(2 + own + depths, dtype=torch.float64, device=self.mesh.world.device)
         if losses and self.mesh.tp.rank == 0:
             sums[0] = torch.stack(losses).double().sum()
         sums[1] = self.data_parallel.squared_norm()
         if self.auxiliary is not None and (self.mesh.tp.rank == 0 or self.plan.sequence_parallel):
             sums[2] = self.auxiliary
-        self.auxiliary = None
+        if self.depths is not None and self.mesh.tp.rank == 0:
+            sums[2 + own :] = self.depths
+        self.auxiliary = self.depths = None
         self.mesh.everyone.all_reduce(sums, label=LOSS_AND_NORM)
-        return sums[0], sums[1], tokens, sums[2] if own else None
+        loss, squared_norm, *further = sums
+        return Accumulated(loss, squared_norm, tokens, further)
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Mean loss over the batches' trained tokens on all ranks, and how many tokens those are."""
         tokens = self._set_batches(batches)
         losses = self.pipeline.run_forward(len(batches))
-        self.batches, self.auxiliary = (), None
+        self.batches, self.auxiliary, self.depths = (), None, None
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
         if losses and self.mesh.tp.rank == 0:
             total += torch.stack(losses).double().sum()
@@ -289,6 +313,8 @@ class TrainingStep:
         self.batches = [batch.to(device) for batch in batches]
         if self.plan.model.has_losses():
             self.auxiliary = torch.zeros((), dtype=torch.float64, device=device)
+        if self.plan.model.depths:
+            self.depths = torch.zeros(self.plan.model.depths, dtype=torch.float64, device=device)
         tokens = torch.zeros((), dtype=torch.int64, device=device)
         if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
             tokens += sum(batch.trained_tokens() for batch in batches)

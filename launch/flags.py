@@ -62,6 +62,8 @@ ELSEWHERE = {
     "--dataset": "--data",
     "--train-file": "--data",
     "--tokenizer-model": "--tokenizer",
+    "--mtp-num-layers": "--mtp-depths",
+    "--mtp-loss-scaling-factor": "--mtp-weight",
 }
 """Options of Megatron, DeepSpeed and the Hugging Face Trainer, and what they are called here."""
 
@@ -74,6 +76,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "Hugging Face model: the architecture alone, with random weights.",
         "model_name_or_path": "A Hugging Face folder, or a name on the hub: architecture, weights and tokenizer.",
         "init_from": "A checkpoint of this engine to take the weights from, and nothing else.",
+        "mtp_depths": "Extra prediction depths behind the layers (multi-token prediction); of a Hugging Face folder, "
+        "those that it has.",
+        "mtp_weight": "What the mean of their losses is multiplied by; DeepSeek-V3 began with 0.3 and ended with 0.1.",
         "data": "stdlib (the text of Python's own library, as bytes), files of text, folders or patterns of them, or a "
         "Megatron .bin/.idx prefix. Several are read one behind the other; with weights (a.jsonl:0.7 b.jsonl:0.3) each "
         "has its part of the samples.",

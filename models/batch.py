@@ -55,12 +55,14 @@ class Inputs:
     token_scale: of losses that are sums over trained tokens: one over those of the global batch (a scalar tensor)
     microbatch: its number in the step
     row_scale: of losses that are sums over rows: one over those of the global batch
+    depth_weight: of the mean of the losses of extra prediction depths
     """
 
     batch: Batch
     token_scale: Tensor
     row_scale: float
     microbatch: int = 0
+    depth_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +83,14 @@ class Output(NamedTuple):
     hidden: for the next stage; loss: on the last, the sum of the trained tokens' losses × token_scale
     auxiliary: the sum of the losses of the stage's own layers, scaled; its gradient flows already when that of the
         stage's output does (see `with_auxiliary`); None where no layer has one
+    depths: on the last, each extra prediction depth's sum of losses × token_scale, without a gradient: it is trained
+        with `loss` in the same way; None without such depths, and where nothing is trained
     """
 
     hidden: Tensor | None = None
     loss: Tensor | None = None
     auxiliary: Tensor | None = None
+    depths: Tensor | None = None
 
     def passed_on(self) -> Tensor:
         """What the pipeline takes: the hidden state, or the loss."""

@@ -163,7 +163,8 @@ def model_facts(model: ModelConfig) -> dict[str, Any]:
             "kinds": [f"{count} × {kind.module}" for kind, count in model.kinds().items()]
         }
     # Fields that came later are told where they are used: checkpoints without them stay what they were.
-    later = {"rope_fraction": 1.0, "rope_scaling": None}
+    later = {"rope_fraction": 1.0, "rope_scaling": None, "depths": 0}
+    found["depths"] = model.depths
     return {k: v for k, v in found.items() if k != "name" and not (k in later and v == later[k])}
 
 

@@ -214,8 +214,8 @@ def window_of(name_or_path: str) -> int | None:
     return None if values is None else attention_window(values)
 
 
-def layers_read_over(name_or_path: str) -> int:
-    """Layers for extra prediction depths that a Hugging Face folder has and the model has not."""
+def depths_in(name_or_path: str) -> int:
+    """Layers for extra prediction depths that a Hugging Face folder has behind the model's own."""
     values = _hub_values(name_or_path)
     return 0 if values is None else more_layers(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from triaxis.models.huggingface.folder import Export, Exported
 from triaxis.models.huggingface.writer import Read
 from triaxis.models.presets import load_config
 from triaxis.models.weights import whole_shapes
+from triaxis.parallel.places.legal_values import counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,6 +54,12 @@ def opened_export(
 
 def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> ModelConfig:
     """The model of a checkpoint: of its Hugging Face folder, by its flat fields, or by the name that the run gave."""
+    depths = int(str(state.config.get("mtp_depths", 0)))
+    model = _model_without_depths(path, state, source)
+    return replace(model, depths=depths) if depths else model
+
+
+def _model_without_depths(path: Path, state: RunState, source: Path | None) -> ModelConfig:
     if source is not None:
         return load_config(str(source))
     facts = state.extra.get("facts")
@@ -59,7 +67,8 @@ def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> Mod
     if isinstance(fields, dict) and "model_type" in fields:
         return model_of(fields, str(path))
     if isinstance(fields, dict) and "repeating" not in fields:
-        return config_from_fields({"name": "model", **fields}, str(path))
+        flat = {name: value for name, value in fields.items() if name != "depths"}
+        return config_from_fields({"name": "model", **flat}, str(path))
     try:
         return load_config(str(state.config.get("model")))
     except ValueError as error:
@@ -72,7 +81,14 @@ def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> Mod
 def exported_text(done: Exported) -> str:
     """One line of what was written."""
     beside = f", with {', '.join(done.carried)}" if done.carried else ""
-    return f"exported {done.architecture}, {done.size_bytes / 1e6:,.3g} MB, to {done.folder}{beside}"
+    left_out = ""
+    if done.depths_left_out:
+        left_out = (
+            f", without {counted(done.depths_left_out, 'extra prediction depth')}, for which it has no place"
+        )
+    return (
+        f"exported {done.architecture}, {done.size_bytes / 1e6:,.3g} MB, to {done.folder}{beside}{left_out}"
+    )
 
 
 def write_file(path: Path, file: Path, *, dtype: str) -> str:

@@ -7,7 +7,7 @@ serving; an exported model serves elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,7 +88,7 @@ def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tu
                 "check the path, or train with --save_steps"
             )
         state = read_manifest(found[-1]).state
-        model = model_of_checkpoint(found[-1], state, None)
+        model = replace(model_of_checkpoint(found[-1], state, None), depths=0)  # text comes a token at a time
         weights = StoredWeights(found[-1], whole_shapes(model))
         named = state.config.get("tokenizer") or state.config.get("model_name_or_path")
         tokenizer = str(named) if named else None

@@ -42,6 +42,7 @@ class StepRow:
     eval_loss: of the model after this step; None where it was not evaluated
     skipped_steps: updates left out so far because of numbers that were not finite; None where none may be
     auxiliary_loss: of layers with a loss of their own, scaled as it is trained; None without such layers
+    mtp_losses: of each extra prediction depth, over as many tokens as `loss`, of which it is no part
     busiest_expert: tokens of a layer's busiest expert over the mean, in the worst layer; None without experts
     resumed: whether the run went on from a checkpoint with this step
     """
@@ -62,6 +63,7 @@ class StepRow:
     eval_loss: float | None = None
     skipped_steps: int | None = None
     auxiliary_loss: float | None = None
+    mtp_losses: tuple[float, ...] = ()
     busiest_expert: float | None = None
     resumed: bool = False
 
@@ -170,6 +172,8 @@ def values_of(row: StepRow) -> dict[str, object]:
         value = getattr(row, name)
         if value is not None:
             values[name] = _finite(value) if isinstance(value, float) else value
+    for depth, loss in enumerate(row.mtp_losses, start=1):
+        values[f"mtp_loss_{depth}"] = _finite(loss)
     if row.seconds:
         values["seconds"] = {name: round(seconds, 6) for name, seconds in row.seconds.items()}
     if row.resumed:

@@ -83,6 +83,7 @@ class Progress:
 
 def _figures(row: StepRow) -> str:
     parts = [] if row.loss is None else [f"loss {row.loss:.4f}"]
+    parts += [f"further {' '.join(f'{loss:.4f}' for loss in row.mtp_losses)}"] if row.mtp_losses else []
     clipped = f" (before clipping ×{row.clip_coefficient:.3g})" if row.clip_coefficient < 1 else ""
     parts += [] if row.grad_norm is None else [f"grad norm {row.grad_norm:.3f}{clipped}"]
     parts += [f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tokens/s"]

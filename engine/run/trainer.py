@@ -281,6 +281,7 @@ class _Run:
             slowest_rank=spent.slowest_rank,
             skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
             auxiliary_loss=result.auxiliary_loss if self._resolved.model.has_losses() else None,
+            mtp_losses=result.depth_losses,
             busiest_expert=None if result.load is None else float(result.load.busiest),
         )
 

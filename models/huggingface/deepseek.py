@@ -154,12 +154,7 @@ def _written_rule(rule: RoutingRule, *, v3: bool) -> dict[str, Any] | None:
     if rule.scores is not kind or not plain or (grouped and rule.group_score is not score):
         return None
     own: dict[str, Any] = (
-        {
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "rope_interleave": True,
-            "num_nextn_predict_layers": 0,
-        }
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
         if v3
         else {"scoring_func": "softmax", "topk_method": "group_limited_greedy" if grouped else "greedy"}
     )
@@ -208,5 +203,6 @@ DEEPSEEK = (
         tables=((), STACKED),
         rows=_rows,
         fp32=("*.e_score_correction_bias",),
+        depths=True,
     ),
 )

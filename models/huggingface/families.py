@@ -61,14 +61,20 @@ def attention_window(values: Mapping[str, Any]) -> int | None:
 
 
 def more_layers(values: Mapping[str, Any]) -> int:
-    """Layers behind the model's own, which predict further tokens (extra prediction depths) and are read over."""
+    """Layers behind the model's own, which predict further tokens (extra prediction depths)."""
     return int(values.get("num_nextn_predict_layers") or 0)
+
+
+def _told_depths(family: Family | None, model: ModelConfig) -> dict[str, Any]:
+    """How many extra prediction depths there are; without this field, `transformers` takes one for granted."""
+    return {"num_nextn_predict_layers": model.depths} if family is not None and family.depths else {}
 
 
 def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """config.json of a model: its source's with another dtype, or that of the first family that can say it."""
     if source is not None:
-        return {**source, "dtype": dtype, "torch_dtype": dtype}
+        known = FAMILIES.get(str(source.get("model_type")))
+        return {**source, "dtype": dtype, "torch_dtype": dtype, **_told_depths(known, model)}
     for family in FAMILIES.values():
         told = family.write(model)
         if told is not None:
@@ -78,6 +84,7 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any] | None
                 "dtype": dtype,
                 "torch_dtype": dtype,
                 **told,
+                **_told_depths(family, model),
             }
     raise Unsupported(
         f"{model.name} must be a model that one of {', '.join(FAMILIES)} can say, to be exported, but none can: "

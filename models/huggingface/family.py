@@ -20,6 +20,7 @@ class Family:
     tables: where tensors lie; several, where versions of transformers wrote them differently, the hub's way first
     rows: rows that depend on the model's sizes, in every table
     prefix: what some files leave out before every name; fp32: tensors that stay fp32 in a 16-bit export
+    depths: whether its files may have extra prediction depths (`num_nextn_predict_layers`)
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class Family:
     embedding: str = "model.embed_tokens.weight"
     prefix: str = ""
     fp32: tuple[str, ...] = ()
+    depths: bool = False
     rows: Callable[[ModelConfig], tuple[Row, ...]] = lambda model: ()
 
 

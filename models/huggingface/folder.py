@@ -13,8 +13,9 @@ import torch
 
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import CONFIG, config_json, family_of, more_layers, read_config
+from triaxis.models.huggingface.family import Family
 from triaxis.models.huggingface.guest import GuestModel
-from triaxis.models.huggingface.places import Places, place_tensors
+from triaxis.models.huggingface.places import Places, Shape, place_tensors
 from triaxis.models.huggingface.reader import HubWeights, SafetensorsFolder
 from triaxis.models.huggingface.writer import FILE_BYTES, Read, write_tensors
 from triaxis.models.weights import Weights, whole_shapes
@@ -30,6 +31,7 @@ TOKENIZER = (
     "*.model",
 )
 """What is carried along unread from the folder that a model, or its tokenizer, came from."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DRAFT = "unfinished"
 """The folder within an export that files are moved out of when all are there."""
 DTYPE_NAMES = {
@@ -54,13 +56,46 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     places = max(tables, key=lambda table: len(table.shapes.keys() & there))  # as these files were written
     if family.prefix and not any(name.startswith(family.prefix) for name in there):
         places = _without_prefix(places, family.prefix)  # saved from the model without its head
-    tied = (family.head, places.of["model.embed_tokens.weight"].name) if model.tied else None
-    return HubWeights(folder, places, ignored=(*family.ignored, *_more_layers(values, model)), tied=tied)
+    embedding = places.of[EMBEDDING].name
+    tied = (family.head, embedding) if model.tied else None
+    return HubWeights(
+        folder,
+        places,
+        ignored=(*family.ignored, *_more_layers(values, model)),
+        tied=tied,
+        copies=_copies(model, embedding, embedding if model.tied else family.head),
+    )
 
 
 def _more_layers(values: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Patterns of the layers behind the model's, for extra prediction depths."""
-    return [f"model.layers.{model.layers + number}.*" for number in range(more_layers(values))]
+    """Patterns of the layers behind the model's, for extra prediction depths that it does not have."""
+    return [f"model.layers.{model.layers + number}.*" for number in range(model.depths, more_layers(values))]
+
+
+def _copies(model: ModelConfig, embedding: str, head: str) -> dict[str, str]:
+    """What files have of the embedding and the head once more in each extra prediction depth, and of which it is."""
+    names = [f"model.layers.{model.layers + depth}." for depth in range(model.depths)]
+    return {
+        name + copy: whole
+        for name in names
+        for copy, whole in (("embed_tokens.weight", embedding), ("shared_head.head.weight", head))
+    }
+
+
+def _written(family: Family, model: ModelConfig) -> tuple[Places, dict[str, Shape]]:
+    """Where a model's tensors go in an export, the hub's way, and their shapes by our names."""
+    names = [f"model.layers.{model.layers + depth}." for depth in range(model.depths)]
+    left_out = () if family.depths else tuple(names)
+    shapes = {name: shape for name, shape in whole_shapes(model).items() if not name.startswith(left_out)}
+    places = place_tensors((*family.rows(model), *family.tables[0]), shapes)
+    if not family.depths:
+        return places, shapes
+    copies = _copies(model, places.of[EMBEDDING].name, places.of[EMBEDDING if model.tied else HEAD].name)
+    return Places(
+        of=places.of,
+        shapes={**places.shapes, **{copy: places.shapes[whole] for copy, whole in copies.items()}},
+        parts={**places.parts, **{copy: places.parts[whole] for copy, whole in copies.items()}},
+    ), shapes
 
 
 def _without_prefix(places: Places, prefix: str) -> Places:
@@ -73,12 +108,16 @@ def _without_prefix(places: Places, prefix: str) -> Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written. architecture: of config.json; size_bytes: of all tensors; carried: files beside them."""
+    """What was written. architecture: of config.json; size_bytes: of all tensors; carried: files beside them.
+
+    depths_left_out: extra prediction depths that the family's files have no place for
+    """
 
     folder: Path
     architecture: str
     size_bytes: int
     carried: tuple[str, ...]
+    depths_left_out: int = 0
 
 
 class Export:
@@ -123,8 +162,8 @@ class Export:
             (self._folder / DRAFT).mkdir()
             return write_guest(self._folder / DRAFT, self._model, read, self._dtype)
         assert self._config is not None
-        family, shapes = family_of(self._config, str(self._folder / CONFIG)), whole_shapes(self._model)
-        places = place_tensors((*family.rows(self._model), *family.tables[0]), shapes)
+        family = family_of(self._config, str(self._folder / CONFIG))
+        places, shapes = _written(family, self._model)
         return write_tensors(self._folder, places, shapes, read, self._dtype, family.fp32, file_bytes, share)
 
     def finish(self, size_bytes: int) -> Exported:
@@ -148,6 +187,7 @@ class Export:
             architecture=config["architectures"][0],
             size_bytes=size_bytes,
             carried=tuple(carried),
+            depths_left_out=0 if "num_nextn_predict_layers" in config else self._model.depths,
         )
 
 

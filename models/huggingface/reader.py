@@ -17,6 +17,7 @@ from triaxis.models.huggingface.places import Place, Places, Shape
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 20
 BLOCK = 128
+COMPARED_ROWS = 4096
 SCALES = "_scale_inv"
 """What DeepSeek-V3 appends to the name of an 8-bit weight to name its blocks' scales."""
 
@@ -106,6 +107,7 @@ class HubWeights:
 
     ignored: their names that carry nothing (masks, rotary tables), as whole patterns
     tied: (head, embedding) of theirs where the head is the embedding; a head that is there must be equal
+    copies: of theirs, which of theirs each repeats; those that are there must be equal
     """
 
     def __init__(
@@ -115,14 +117,24 @@ class HubWeights:
         *,
         ignored: Sequence[str] = (),
         tied: tuple[str, str] | None = None,
+        copies: Mapping[str, str] | None = None,
     ) -> None:
         self._files, self._places = SafetensorsFolder(folder), places
         there = self._files.shapes()
         for name in [name for name in there if name.removesuffix(SCALES) in there and name.endswith(SCALES)]:
             del there[name]
         if tied is not None and tied[0] in there:
-            self._check_tied(*tied)
+            self._check_equal(
+                there,
+                *tied,
+                "since config.json says `tie_word_embeddings`, but differs; "
+                "set `tie_word_embeddings` to false in config.json, or export the checkpoint again",
+            )
             del there[tied[0]]
+        for copy, whole in (copies or {}).items():
+            if copy in there:
+                self._check_equal(there, copy, whole, "which all prediction depths share, but differs")
+                del there[copy]
         faults = compare_shapes(places.shapes, there, ignored)
         if faults:
             more = [f"… and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
@@ -130,14 +142,17 @@ class HubWeights:
                 "\n".join([f"{folder} is not a checkpoint of this model:", *faults[:SHOWN], *more])
             )
 
-    def _check_tied(self, head: str, embedding: str) -> None:
-        if embedding in self._files.file_of and not torch.equal(
-            self._files.read(head, ()), self._files.read(embedding, ())
-        ):
-            raise ImportRefused(
-                f"{head} must equal {embedding}, since config.json says `tie_word_embeddings`, but differs; "
-                "set `tie_word_embeddings` to false in config.json, or export the checkpoint again"
-            )
+    def _check_equal(self, shapes: Mapping[str, Shape], copy: str, whole: str, why: str) -> None:
+        """A run of rows at a time: an embedding may be as large as a rank's part of the model."""
+        if whole not in shapes:
+            return
+        rows, *rest = shapes[whole]
+        equal = shapes[copy] == shapes[whole]
+        for first in range(0, rows if equal else 0, COMPARED_ROWS):
+            index = (slice(first, min(first + COMPARED_ROWS, rows)), *(slice(0, size) for size in rest))
+            equal = equal and torch.equal(self._files.read(copy, index), self._files.read(whole, index))
+        if not equal:
+            raise ImportRefused(f"{copy} must equal {whole}, {why}")
 
     def read(self, name: str, offsets: Shape, sizes: Shape) -> Tensor:
         """A rectangle of one of our tensors, in the dtype of the file."""

@@ -87,7 +87,10 @@ class _Embedding(Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [T] → hidden [T, D] (under sequence parallelism [T/tp, D])."""
+    """ids [T] → hidden [T, D] (under sequence parallelism [T/tp, D]).
+
+    weight: the head's, where a tied one is held by the same stage.
+    """
 
     def __init__(
         self,
@@ -96,12 +99,17 @@ class VocabParallelEmbedding(nn.Module):
         vocab_size: int,
         hidden_size: int,
         *,
+        weight: nn.Parameter | None = None,
         tied: bool = False,
         std: float = 0.02,
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
-        self.weight = vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
+        self.weight = (
+            weight
+            if weight is not None
+            else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
+        )
         self.start, self.valid = _rows_held(self.weight)
 
     def forward(self, ids_T: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
     "data": ({}, {"data": "eval.jsonl"}),
     "eval_data": ({}, {"eval_data": "train.jsonl"}),
     "tokenizer": ({}, {"tokenizer": "tokenizer.json"}),
+    "mtp_depths": ({}, {"mtp_depths": 1}),
+    "mtp_weight": ({"mtp_depths": 1}, {"mtp_weight": 1.0}),
     "seq": ({}, {"seq": 32}),
     "pack": ({}, {"pack": False}),
     "on_bad_sample": ({"data": "bad.jsonl"}, {"on_bad_sample": "skip"}),
