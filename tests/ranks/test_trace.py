@@ -207,6 +207,19 @@ def allocations(program: Program) -> list[tuple[str, list[tuple[int, int]]]]:
     ]
 
 
+def first_difference(told: Program, real: Program) -> str:
+    """The first step whose allocations differ, with the operations of both up to where they do."""
+    for one, other in zip(told.steps, real.steps, strict=True):
+        places = [
+            list(zip(s.segment.memory.places, s.segment.memory.deltas, strict=True)) for s in (one, other)
+        ]
+        made = [[change for change in changes if change[1] > 0] for changes in places]
+        if made[0] != made[1]:
+            events = [[getattr(event, "operation", "wait") for event in s.segment.events] for s in (one, other)]
+            return f"{one.label}\ntold: {made[0]}\nreal: {made[1]}\ntold: {events[0]}\nreal: {events[1]}"
+    return "none"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("first", range(0, len(FOUR_RANKS), 4))
 def test_processes_do_what_the_trace_tells(first: int, tmp_path: Path) -> None:
