@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
-from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, resolve
+from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, model_of, resolve
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.guest import GuestModel, dropouts
-from triaxis.models.presets import depths_in, load_config
+from triaxis.models.presets import depths_in
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import counted, divisors
 
@@ -43,7 +43,7 @@ def advice(config: RunConfig, world_size: int, faults: tuple[str, ...]) -> tuple
     if min(config.tp, config.pp, config.cp, config.dp or 1) < 1:
         return ()
     try:
-        model = replace(load_config(config.model), depths=config.mtp_depths)
+        model = model_of(config)
     except ValueError:
         return ()
     rest = tuple(fault for fault in _faults(_plain(config), 1, model) if fault in faults)

@@ -73,8 +73,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
     topology = _topology(config, world_size, faults)
     if model is None:
         try:
-            model = _with_vocabulary(config, load_config(config.model_name_or_path or config.model))
-            model = dataclasses.replace(model, depths=config.mtp_depths) if config.mtp_depths else model
+            model = model_of(config)
             faults += _hub_faults(config, model)
         except ValueError as error:
             faults.append(str(error))
@@ -393,8 +392,14 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
     return data, faults
 
 
-def _with_vocabulary(config: RunConfig, model: ModelConfig) -> ModelConfig:
-    """A preset that starts from nothing takes the vocabulary of a tokenizer that has more tokens than it."""
+def model_of(config: RunConfig) -> ModelConfig:
+    """The model that the run names; ValueError if there is none.
+
+    A preset that starts from nothing takes the vocabulary of a tokenizer that has more tokens than it.
+    """
+    model = load_config(config.model_name_or_path or config.model)
+    if config.mtp_depths:
+        model = dataclasses.replace(model, depths=config.mtp_depths)
     if (
         config.tokenizer is None
         or config.model_name_or_path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,16 @@ def test_a_launch_line_is_only_given_where_nothing_else_is_wrong() -> None:
 )  # fmt: skip
 def test_what_is_changed_is_the_nearest(flags: dict[str, Any], world_size: int, change: str) -> None:
     assert change in told(world_size, **flags) + "\n"
+
+
+def test_advice_is_about_the_folders_model(tmp_path: Path) -> None:
+    """A model that transformers builds is whole on each rank; the default model would be cut."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "stablelm", **sizes}))
+    (tmp_path / "model.safetensors").touch()
+    text = told(4, model_name_or_path=str(tmp_path), tp=2, dp=2)
+    assert "`tp` must be 1 for" in text
+    assert [(one.tp, one.dp, size) for one, size in starts(text)] == [(1, None, 4)]
 
 
 DRAWS = {

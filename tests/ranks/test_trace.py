@@ -215,7 +215,9 @@ def first_difference(told: Program, real: Program) -> str:
         ]
         made = [[change for change in changes if change[1] > 0] for changes in places]
         if made[0] != made[1]:
-            events = [[getattr(event, "operation", "wait") for event in s.segment.events] for s in (one, other)]
+            events = [
+                [getattr(event, "operation", "wait") for event in s.segment.events] for s in (one, other)
+            ]
             return f"{one.label}\ntold: {made[0]}\nreal: {made[1]}\ntold: {events[0]}\nreal: {events[1]}"
     return "none"
 
