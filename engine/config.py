@@ -106,6 +106,7 @@ class RunConfig:
     offload_optimizer: Literal["none", "cpu"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
     recompute: bool = False
+    kernels: str | None = None
     seed: int = 0
 
     output_dir: str = "output"

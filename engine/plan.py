@@ -73,6 +73,7 @@ class StepPlan:
     depth_weight: of the mean loss of extra prediction depths (DeepSeek-V3: λ)
     skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     seed: of the initial values; None: they are not made, as a trace needs none
+    kernels: what does an operation where it is not torch's own, `norm=compile,attention=flash`
     """
 
     model: ModelConfig
@@ -95,6 +96,7 @@ class StepPlan:
     rule: UpdateRule = field(default_factory=UpdateRule)
     skip_bad: bool = False
     seed: int | None = 0
+    kernels: str = ""
 
     @property
     def summed(self) -> Precision:
@@ -143,4 +145,5 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
         ),
         skip_bad=config.on_nan == "skip",
         seed=config.seed,
+        kernels=config.kernels or "",
     )

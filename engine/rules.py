@@ -16,6 +16,7 @@ from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import FAMILIES
 from triaxis.models.huggingface.guest import GuestModel
 from triaxis.models.presets import PRESETS, depths_in, load_config, window_of
+from triaxis.parallel.kernels.table import read_choice
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import divisors
 from triaxis.parallel.places.topology import Topology, resolve_topology
@@ -301,6 +302,10 @@ def _training_faults(config: RunConfig) -> list[str]:
             f"`warmup_steps` must be less than steps {config.steps}, but is {config.warmup_steps}; "
             f"use at most {config.steps - 1}"
         )
+    try:
+        read_choice(config.kernels or "")
+    except ValueError as error:
+        faults.append(str(error))
     if config.offload_param != "none" and config.zero != 3:
         faults.append(
             f"`offload_param` must be none but with zero 3, which shards parameters, but is {config.offload_param}; "

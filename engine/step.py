@@ -21,6 +21,7 @@ from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import Precision, StepPlan, stage_layers
 from triaxis.models.batch import Batch, Inputs, Output
 from triaxis.models.stage import ModelStage, build_stage
+from triaxis.parallel.kernels.table import read_choice
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.declare import states_of
 from triaxis.parallel.layers.gradient import Deferred
@@ -126,8 +127,11 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[ModelStage]:
     placement = looped(mesh.pp.size, plan.virtual_stages)
     count = len(placement.places)
     cuts = stage_layers(plan.model, count)
+    # A trace counts what torch's kernels do; others know no meta tensors.
+    wishes = read_choice(plan.kernels) if mesh.world.device.type != "meta" else None
     build = Build.on(
         mesh,
+        kernels=wishes,
         dtype=DTYPES[plan.dtype],
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute.repeats_layers,

@@ -107,6 +107,20 @@ class Claim(argparse.Action):
         setattr(namespace, self.dest, bool(values) != (option_string or "").startswith("--no-"))
 
 
+class Listed(argparse.Action):
+    """`--kernels norm=plain --kernels block=compile` is `--kernels norm=plain,block=compile`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 def claim(text: str) -> bool:
     if text.lower() in (*YES, *NO):
         return text.lower() in YES

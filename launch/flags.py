@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from triaxis.engine.config import RunConfig
 from triaxis.engine.data.files import SEPARATOR
-from triaxis.launch.command_line import Claim, Parser, number, one_of, whole
+from triaxis.launch.command_line import Claim, Listed, Parser, number, one_of, whole
 from triaxis.launch.foreign.accelerate import read_accelerate, read_environment
 from triaxis.launch.foreign.deepspeed import read_deepspeed
 from triaxis.launch.foreign.fsdp import read_fsdp_config
@@ -32,6 +32,9 @@ ALSO = {
     "save_hf_checkpoints": ("--save-hf-checkpoints", "--save-hf-ckpt"),
 }
 """Fields whose flag has another name than the field; the first is the one that is shown."""
+
+LISTS = ("kernels",)
+"""Fields whose flag may be given several times: its values, with commas between."""
 
 ELSEWHERE = {
     "--tensor-model-parallel-size": "--tp",
@@ -143,6 +146,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "deterministic": "The same run gives the same bits each time on GPUs too, where it then is slower; on CPUs it "
         "always does.",
         "recompute": "Run each block's forward again in backward, instead of keeping its activations.",
+        "kernels": "What does an operation where it is not torch's own: norm=compile,attention=flash; triaxis doctor "
+        "shows the table, and what this machine cannot use.",
         "seed": "Decides initial values and the order of the data, whatever the layout.",
     },
     "output": {
@@ -209,6 +214,8 @@ def train_parser(
             given: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": f"{text}{said}"}
             if kind is bool:
                 group.add_argument(*names, action=Claim, **given)
+            elif name in LISTS:
+                group.add_argument(*names, action=Listed, metavar=_metavar(kind), **given)
             elif name in SEVERAL:
                 group.add_argument(*names, action=Joined, nargs="+", metavar="TEXT", **given)
             else:

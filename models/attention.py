@@ -13,7 +13,6 @@ from triaxis.models.batch import SequenceContext
 from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.kinds import GroupedAttention
 from triaxis.models.norm import Norm
-from triaxis.parallel.kernels.rotary import rotate_
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 
@@ -23,7 +22,7 @@ class Attention(nn.Module):
 
     def __init__(self, kind: GroupedAttention, model: ModelConfig, build: Build, name: str) -> None:
         super().__init__()
-        self.head_size, self.attend = kind.head_size, build.kernels.attend
+        self.head_size, self.attend, self.rotate = kind.head_size, build.kernels.attend, build.kernels.rotate
         self.qkv = ColumnParallelLinear(
             build,
             [
@@ -66,7 +65,7 @@ class Attention(nn.Module):
             fused_TO = torch.cat((query, key, value), dim=-1)
         if context.cos_T1E is not None and context.sin_T1E is not None:
             turned_heads = (rows[0] + rows[1]) // self.head_size
-            fused_TO = rotate_(fused_TO, context.cos_T1E, context.sin_T1E, turned_heads, self.head_size)
+            fused_TO = self.rotate(fused_TO, context.cos_T1E, context.sin_T1E, turned_heads, self.head_size)
         query, key, value = (
             part.unflatten(-1, (-1, self.head_size)) for part in fused_TO.split(rows, dim=-1)
         )

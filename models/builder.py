@@ -72,6 +72,7 @@ class Stage(ModelStage):
     ) -> None:
         super().__init__()
         self.config, self.hidden_size, self.recompute = config, config.hidden_size, build.recompute
+        self.kernels = build.kernels
         self.tokens_per_part = build.mesh.tp.size if build.sequence_parallel else 1
         kept_apart = (config.tied or config.depths > 0) and not (first and last)
         self.embedding = self.positions = self.norm = self.head = self.further_embedding = None
@@ -82,6 +83,8 @@ class Stage(ModelStage):
         self.blocks = nn.ModuleList(
             build_part(config.kind(layer), config, build, f"model.layers.{layer}") for layer in layers
         )
+        for block in self.blocks:
+            build.kernels.prepare(block)
         if last:
             self.norm = hidden_norm(config, build, "model.norm")
             shared = self.embedding.weight if config.tied and self.embedding is not None else None

@@ -18,7 +18,6 @@ from triaxis.models.config import ModelConfig, NormKind
 from triaxis.models.latent_kind import LatentAttention
 from triaxis.models.norm import Norm
 from triaxis.models.positions import Rope, YarnScaling
-from triaxis.parallel.kernels.rotary import rotate_
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import shared_by_ranks
 from triaxis.parallel.layers.linear import ColumnParallelLinear, Part, ReplicatedLinear, RowParallelLinear
@@ -36,6 +35,7 @@ class LatentAttentionLayer(nn.Module):
     def __init__(self, kind: LatentAttention, model: ModelConfig, build: Build, name: str) -> None:
         super().__init__()
         self.kind, self.attend, self.scale = kind, build.kernels.attend, score_scale(model)
+        self.rotate = build.kernels.rotate
         self.group, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
         std, hidden = model.init_std, model.hidden_size
         down = [Part(f"{name}.kv_a_proj_with_mqa", kind.latent + kind.turned_size)]
@@ -116,4 +116,4 @@ class LatentAttentionLayer(nn.Module):
         if context.cos_T1E is None or context.sin_T1E is None:
             return heads_TO
         heads = heads_TO.shape[-1] // size
-        return rotate_(heads_TO, context.cos_T1E, context.sin_T1E, heads, size, first)
+        return self.rotate(heads_TO, context.cos_T1E, context.sin_T1E, heads, size, first)

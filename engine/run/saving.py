@@ -235,5 +235,8 @@ class Saver:
                 "rounding": self._rounding,
                 "replayed_row": self._row,
                 "held_out_loss": eval_loss,
+                "kernels": {
+                    str(name): made for name, made in self._training.stages[0].kernels.chosen.items()
+                },
             },
         )

@@ -110,7 +110,13 @@ def _prefixed(prefix: str, readers: Mapping[str, Reader]) -> Reader:
     return block({f"{prefix}{name}": reader for name, reader in readers.items()})
 
 
-_NO_COMPILER = "there is no compiled model; see --kernels"
+def _compiler(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
+    if value is not None and str(value).upper() == "INDUCTOR":
+        found.put(key, "kernels", "block=compile")
+    elif value is not None and str(value).upper() != "NO":
+        found.refuse(key, value, "layers are compiled by torch's inductor; use INDUCTOR, or NO")
+
+
 _BLOCKS: dict[str, Reader] = {
     "fsdp_config": read_fsdp,
     "deepspeed_config": block(_DEEPSPEED),
@@ -126,17 +132,17 @@ ACCELERATE_KEYS: dict[str, Reader] = {
     **_BLOCKS,
     "dynamo_config": block(
         {
-            "dynamo_backend": only(("NO", "no", None), _NO_COMPILER),
+            "dynamo_backend": _compiler,
             **dict.fromkeys(
                 (
                     *("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph"),
                     "dynamo_use_regional_compilation",
                 ),
-                same("of a compiler that is off"),
+                same("layers are compiled one by one, for the shapes they have"),
             ),
         }
     ),
-    "dynamo_backend": only(("NO", "no", None), _NO_COMPILER),
+    "dynamo_backend": _compiler,
     "fp8_config": only((None, {}), "there is no fp8 yet; use bf16"),
     **dict.fromkeys(
         (

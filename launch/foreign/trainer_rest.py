@@ -32,10 +32,10 @@ REST_VALUES: dict[str, Translation] = {
     "--optim-target-modules": fixed(("", "none"), "all parameters are trained by one optimizer"),
     "--label-smoothing-factor": fixed(("0", "0.0"), "the loss is the plain cross-entropy"),
     "--neftune-noise-alpha": fixed(("0", "0.0", "none"), "nothing is added to embeddings"),
-    "--torch-compile-backend": fixed(("", "none"), "there is no compiled model"),
-    "--torch-compile-mode": fixed(("", "none"), "there is no compiled model"),
+    "--torch-compile-backend": fixed(("", "none", "inductor"), "layers are compiled by torch's inductor"),
+    "--torch-compile-mode": fixed(("", "none", "default"), "layers are compiled in inductor's default mode"),
     "--liger-kernel-config": fixed(
-        ("", "none", "{}"), "kernels are chosen by the device; see triaxis doctor"
+        ("", "none", "{}"), "--kernels says what does which operation; see triaxis doctor"
     ),
     "--eval-delay": fixed(("0", "0.0"), "evaluations begin with the first --eval-steps"),
     "--metric-for-best-model": fixed(
@@ -56,7 +56,7 @@ REST_VALUES: dict[str, Translation] = {
     "--fsdp-min-num-params": nothing("each block is gathered as a whole"),
     "--fsdp-transformer-layer-cls-to-wrap": nothing("each block is gathered as a whole"),
     "--sharded-ddp": fixed(("", "none", "no"), "use --zero 0 to 3, or --fsdp"),
-    "--torchdynamo": fixed(("", "none"), "there is no compiled model"),
+    "--torchdynamo": fixed(("", "none"), "use --torch-compile, or --kernels block=compile"),
     "--push-to-hub-model-id": _HUB,
     "--past-index": fixed(("-1",), "a row is a whole text"),
     "--ray-scope": nothing("of a search of hyperparameters"),
@@ -96,8 +96,8 @@ REST_SWITCHES: dict[str, Translation] = {
     "--no-cuda": switched(Meant(words=("--device", "cpu"))),
     "--group-by-length": never("rows come in the order of --seed; --pack fills them"),
     "--fp16-full-eval": never(_HALVES),
-    "--torch-compile": never("there is no compiled model"),
-    "--use-liger-kernel": never("kernels are chosen by the device; see triaxis doctor"),
+    "--torch-compile": switched(Meant(words=("--kernels", "block=compile"))),
+    "--use-liger-kernel": switched(Meant(words=("--kernels", "norm=liger,activation=liger"))),
     "--auto-find-batch-size": never("triaxis plan finds what fits before it starts"),
     "--eval-on-start": never("evaluations are after --eval-steps and at the end"),
     "--save-only-model": never(

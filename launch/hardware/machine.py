@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -12,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from triaxis.parallel.kernels.kernels import NAMES, facts_of
+from triaxis.parallel.kernels.table import MODULES, TABLE, missing_packages, version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ def inspect_machine() -> dict[str, tuple[Item, ...]]:
         "links": _links(),
         "communication": _communication(),
         "kernels": _kernels(),
+        "--kernels": _table(),
     }
 
 
@@ -198,21 +200,33 @@ def _compilers() -> tuple[Item, ...]:
     )
 
 
-_PACKAGES = (
-    ("triton", "triton", "fused kernels on GPUs; comes with CUDA builds of torch"),
-    ("flash-attn", "flash_attn", "not needed: torch has flash attention of its own"),
-    ("transformer-engine", "transformer_engine", "fp8 products (compute capability 8.9 or newer)"),
-    ("megatron-core", "megatron.core", "reads and writes Megatron token files"),
-)
-
-
 def _packages() -> tuple[Item, ...]:
+    """What the table of kernels knows of: installed, or why it cannot be used. Nothing is imported."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    missing = missing_packages(device)
+    names = dict.fromkeys(("triton", *MODULES, "apex"))
     items = []
-    for name, module, purpose in _PACKAGES:
-        try:
-            there = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # its parent package is missing
-            there = False
-        detail = importlib.metadata.version(name) if there else f"not installed; {purpose}"
-        items.append(Item(name=name, present=there, detail=detail))
+    for name in names:
+        version = version_of(name)
+        there = name not in missing and version is not None
+        absent = _TRITON if name == "triton" else missing.get(name, "installed without its version")
+        items.append(Item(name=name, present=there, detail=version if there and version else absent))
+    return tuple(items)
+
+
+_TRITON = "not installed; fused kernels on GPUs; comes with CUDA builds of torch"
+
+
+def _table() -> tuple[Item, ...]:
+    """Every implementation of every operation, for bf16 and fp32, and why it cannot be used."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {dtype: facts_of(device, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    items = []
+    for row in TABLE:
+        whys = {NAMES[dtype]: row.refusal(fact) for dtype, fact in facts.items()}
+        refused = [why for why in whys.values() if why is not None]
+        present = len(refused) < len(whys)
+        limits = [f"not for {name}: {why}" for name, why in whys.items() if why is not None]
+        detail = "; ".join([row.what, *limits]) if present else refused[0]
+        items.append(Item(name=f"{row.operation}={row.name}", present=present, detail=detail))
     return tuple(items)

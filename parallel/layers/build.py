@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from triaxis.parallel.kernels.kernels import Kernels, kernels_for
+from triaxis.parallel.kernels.table import Operation
 from triaxis.parallel.worlds.mesh import Mesh
 
 
@@ -38,11 +40,12 @@ class Build:
         sequence_parallel: bool = False,
         recompute: bool = False,
         sized_only: bool = False,
+        kernels: Mapping[Operation, str] | None = None,
     ) -> Build:
-        """With the kernels for the mesh's device."""
+        """With the kernels for the mesh's device: torch's, but for those that are asked for."""
         return cls(
             mesh=mesh,
-            kernels=kernels_for(torch.device(mesh.world.target), dtype),
+            kernels=kernels_for(torch.device(mesh.world.target), dtype, kernels),
             dtype=dtype,
             sequence_parallel=sequence_parallel,
             recompute=recompute,

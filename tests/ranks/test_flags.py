@@ -73,6 +73,7 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
     "dtype": ({}, {"dtype": "bf16"}),
     "accumulate_dtype": ({"dtype": "bf16"}, {"accumulate_dtype": "bf16"}),
     "recompute": ({}, {"recompute": True}),
+    "kernels": ({}, {"kernels": "norm=plain"}),
     "seed": ({}, {"seed": 1}),
     "logging_steps": ({}, {"logging_steps": 1}),
     "eval_steps": ({}, {"eval_steps": 1}),
