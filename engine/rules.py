@@ -499,6 +499,8 @@ def _guest_faults(config: RunConfig, model: GuestModel) -> list[str]:
         f"`{name}` must be 1 for {model.name}, but is {size}" for name, size in asked.items() if size > 1
     ]
     faults += [f"`sp` must be left out for {model.name}, but is given"] * config.sp
+    if config.kernels:
+        faults.append(f"`kernels` must be left out for {model.name}, but is {config.kernels}")
     faults += [f"`mtp_depths` must be 0 for {model.name}, but is {model.depths}"] * (model.depths > 0)
     if config.schedule == ScheduleName.ZB_H1:
         faults.append(f"`schedule` must be 1f1b for {model.name}, but is {config.schedule}")

@@ -127,11 +127,9 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[ModelStage]:
     placement = looped(mesh.pp.size, plan.virtual_stages)
     count = len(placement.places)
     cuts = stage_layers(plan.model, count)
-    # A trace counts what torch's kernels do; others know no meta tensors.
-    wishes = read_choice(plan.kernels) if mesh.world.device.type != "meta" else None
     build = Build.on(
         mesh,
-        kernels=wishes,
+        kernels=read_choice(plan.kernels),
         dtype=DTYPES[plan.dtype],
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute.repeats_layers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from triaxis.engine.advice import resolve_or_advise
@@ -102,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse("simulate", error)
     target = "cuda" if config.device == "cuda" else "cpu"
-    return _run(step_plan(config, resolved), resolved.topology, hardware, flags, target, slower, links)
+    plan = replace(
+        step_plan(config, resolved), kernels=""
+    )  # what others' kernels do inside, no trace can count
+    return _run(plan, resolved.topology, hardware, flags, target, slower, links)
 
 
 def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:

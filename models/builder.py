@@ -72,7 +72,6 @@ class Stage(ModelStage):
     ) -> None:
         super().__init__()
         self.config, self.hidden_size, self.recompute = config, config.hidden_size, build.recompute
-        self.kernels = build.kernels
         self.tokens_per_part = build.mesh.tp.size if build.sequence_parallel else 1
         kept_apart = (config.tied or config.depths > 0) and not (first and last)
         self.embedding = self.positions = self.norm = self.head = self.further_embedding = None

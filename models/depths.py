@@ -53,6 +53,7 @@ class Depth(nn.Module):
         name = f"model.layers.{layer}"
         self.input = DepthInput(model, build, name)
         self.block = build_part(model.kind(layer), model, build, name)
+        build.kernels.prepare(self.block)
         self.norm = hidden_norm(model, build, f"{name}.shared_head.norm")
 
 

@@ -23,6 +23,7 @@ from triaxis.engine.run.inputs import RunInputs
 from triaxis.engine.run.resume import facts_of
 from triaxis.engine.run.stored_row import Row, choose_row, replay, rounding
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.kernels.table import chosen_kernels
 from triaxis.parallel.places.legal_values import counted
 from triaxis.parallel.worlds.agreement import gather_json
 from triaxis.parallel.worlds.mesh import Mesh
@@ -235,8 +236,6 @@ class Saver:
                 "rounding": self._rounding,
                 "replayed_row": self._row,
                 "held_out_loss": eval_loss,
-                "kernels": {
-                    str(name): made for name, made in self._training.stages[0].kernels.chosen.items()
-                },
+                "kernels": {str(name): made for name, made in chosen_kernels(self._config.kernels).items()},
             },
         )

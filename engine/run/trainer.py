@@ -42,7 +42,7 @@ from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.times import StepTimes
 from triaxis.engine.run.weights import first_values
 from triaxis.engine.step import TrainingStep
-from triaxis.parallel.kernels.table import told_kernels
+from triaxis.parallel.kernels.table import chosen_kernels, told_kernels
 from triaxis.parallel.places.legal_values import counted
 from triaxis.parallel.worlds.agreement import agree
 from triaxis.parallel.worlds.group import World
@@ -134,7 +134,7 @@ class _Run:
         sources = told_inputs(self._inputs, config, resolved, samples) if self._speaks else []
         kept = counters.step if state is not None and continues_here(config) else 0
         sources.append(told_groups(self._training, config.weight_decay))
-        sources.append(told_kernels(self._training.stages[0].kernels.chosen))
+        sources.append(told_kernels(chosen_kernels(config.kernels)))
         with (
             MetricsWriter(
                 self._directory, speaks=self._speaks, report_to=config.report_to, done=kept

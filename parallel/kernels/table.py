@@ -195,6 +195,11 @@ def read_choice(text: str) -> dict[Operation, str]:
     return found
 
 
+def chosen_kernels(text: str | None) -> dict[Operation, str]:
+    """The implementation of every operation in a run that was asked for `text`."""
+    return dict.fromkeys(Operation, DEFAULT) | read_choice(text or "")
+
+
 def _unknown(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     hint = f"; nearest: {near[0]}" if near else ""
