@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -18,6 +19,7 @@ from triaxis.engine.data.chat import (
     trained_tokens,
 )
 from triaxis.engine.data.template import Ends, find_ends, known_keys, render_chat
+from triaxis.engine.data.verbatim import Verbatim, any_of, control_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FileTokens
@@ -101,15 +103,17 @@ def _ended(conversation: Conversation, ids: list[int], trained: list[bool], end:
 class FileTokenizer:
     """A tokenizer.json, with a chat template where its folder has one.
 
-    controls: the texts of its special tokens. around: what it puts before and behind a text.
-    template: None for "<|role|>" lines
+    controls, pattern: ids and texts of its special tokens. around: what it puts before and behind a text.
+    template: None for "<|role|>" lines. verbatim: makes, once, what tokenizes texts that hold such texts
     """
 
     tokens: FileTokens
     vocab_size: int
     end: int | None
-    controls: tuple[str, ...]
+    controls: frozenset[int]
+    pattern: re.Pattern[str]
     around: tuple[list[int], list[int]]
+    verbatim: Callable[[], Verbatim]
     template: Template | None = None
     notes: tuple[str, ...] = ()
 
@@ -119,18 +123,16 @@ class FileTokenizer:
 
     def encode_text(self, text: str) -> Encoded:
         before, behind = self.around
-        ids = [*before, *self._pieces(text, verbatim=True)[0], *behind]
+        ids = [*before, *self._encode_plain(text)[0], *behind]
         end = [] if self.end is None or ids[-1:] == [self.end] else [self.end]
         return Encoded(ids=ids + end)
 
     def encode_chat(self, conversation: Conversation) -> Encoded:
         rendered = render_roles(conversation) if self.template is None else self.template.render(conversation)
         if self.template is None:
-            found = re.finditer(_any_of(self.controls), rendered.text)
-            rendered = Rendered(
-                text=rendered.text, spans=rendered.spans, verbatim=tuple(match.span() for match in found)
-            )
-        ids, offsets = self._encode(rendered)
+            ids, offsets = self._encode_plain(rendered.text)
+        else:
+            ids, offsets = self._encode(rendered.text, rendered.verbatim)
         trained = trained_tokens(offsets, rendered.spans)
         before, _ = self.around
         if ids[: len(before)] != before:  # the template has not written what every document begins with
@@ -142,34 +144,19 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokens.decode(list(ids), skip_special_tokens=False)
 
-    def _encode(self, rendered: Rendered) -> tuple[list[int], list[Span]]:
-        """Whole; where people wrote a control token's text, in pieces between the true ones, as tokenizers do."""
-        if not rendered.verbatim:
-            return self._pieces(rendered.text, verbatim=False)
-        text, written = rendered.text, set(rendered.verbatim)
-        ids: list[int] = []
-        offsets: list[Span] = []
-        done = 0
-        true = [m.span() for m in re.finditer(_any_of(self.controls), text) if m.span() not in written]
-        for start, stop in [*true, (len(text), len(text))]:
-            for first, last, verbatim in ((done, start, True), (start, stop, False)):
-                found, places = self._pieces(text[first:last], verbatim=verbatim)
-                ids += found
-                offsets += [(a + first, b + first) for a, b in places]
-            done = stop
-        return ids, offsets
-
-    def _pieces(self, text: str, *, verbatim: bool) -> tuple[list[int], list[Span]]:
-        """(ids, characters of each). verbatim: the texts of control tokens are text."""
-        if not text:
-            return [], []
-        self.tokens.encode_special_tokens = verbatim
+    def _encode(self, text: str, verbatim: tuple[Span, ...]) -> tuple[list[int], list[Span]]:
+        """(ids, characters of each), of the whole at once. verbatim: where people wrote a control token's text."""
+        if verbatim:
+            return self.verbatim().encode(text, verbatim)
         found = self.tokens.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
-
-def _any_of(texts: Sequence[str]) -> str:
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+    def _encode_plain(self, text: str) -> tuple[list[int], list[Span]]:
+        """The same of a text that holds no control token, whatever it looks like."""
+        ids, offsets = self._encode(text, ())
+        if self.controls.isdisjoint(ids):
+            return ids, offsets
+        return self.verbatim().encode(text, tuple(found.span() for found in self.pattern.finditer(text)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +204,7 @@ def open_tokenizer(path: str | Path | None, *, train_inserted: bool = False) -> 
     known = (tokens.token_to_id(name) for name in END_NAMES)
     end = next((token for token in known if token is not None), None)
     vocab_size = max(tokens.get_vocab().values()) + 1
-    return FileTokenizer(
-        tokens=tokens, vocab_size=vocab_size, end=end, controls=_controls(tokens), around=_around(tokens)
-    )
+    return _file_tokenizer(tokens, vocab_size=vocab_size, end=end)
 
 
 def _open_folder(path: Path, train_inserted: bool) -> Tokenizer:
@@ -248,14 +233,20 @@ def _open_folder(path: Path, train_inserted: bool) -> Tokenizer:
         template = Template(
             tokens=folder, controls=controls, keys=keys, ends=ends, train_inserted=train_inserted
         )
+    return _file_tokenizer(
+        tokens, vocab_size=len(folder), end=folder.eos_token_id, template=template, notes=_notes(path)
+    )
+
+
+def _file_tokenizer(tokens: FileTokens, **facts: Any) -> FileTokenizer:
+    controls = _controls(tokens)
     return FileTokenizer(
         tokens=tokens,
-        vocab_size=len(folder),
-        end=folder.eos_token_id,
-        controls=controls,
+        controls=control_ids(tokens, controls),
+        pattern=any_of(controls),
         around=_around(tokens),
-        template=template,
-        notes=_notes(path),
+        verbatim=cache(lambda: Verbatim(tokens, controls)),
+        **facts,
     )
 
 

@@ -50,7 +50,7 @@ SPECIAL = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot|>", "[INST]", "[/INST]"),
     *("[gMASK]", "<|user|>", "<|assistant|>", "<|endoftext|>"),
 ]
-KINDS = ("bytes", "pieces")
+KINDS = ("bytes", "pieces", "llama2", "unigram")
 TALK = [
     ("user", "what is two and two?"),
     ("assistant", "it is four."),
@@ -59,28 +59,60 @@ TALK = [
 ]
 
 
+def untrained(kind: str) -> tuple[Any, Any]:
+    """A tokenizer of a kind, and what trains it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    options: dict[str, Any] = {"vocab_size": 420, "show_progress": False}
+    special = [*SPECIAL, *(["<unk>"] if kind != "bytes" else [])]
+    letters = [chr(n) for n in range(32, 127)] + ["\n", "é", "▁"]
+    if kind == "unigram":
+        tokens = Tokenizer(models.Unigram())
+        trainer: Any = trainers.UnigramTrainer(
+            special_tokens=special, unk_token="<unk>", initial_alphabet=letters, **options
+        )
+    else:
+        tokens = Tokenizer(
+            models.BPE(unk_token=None if kind == "bytes" else "<unk>", byte_fallback=kind == "llama2")
+        )
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else letters
+        if kind == "llama2":
+            alphabet.remove("é")
+            special += [f"<0x{byte:02X}>" for byte in range(256)]
+            options["vocab_size"] += 256
+        trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, **options)
+    if kind == "bytes":
+        tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokens.decoder = decoders.ByteLevel()
+    elif kind == "llama2":
+        tokens.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokens.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        tokens.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokens.decoder = decoders.Metaspace(prepend_scheme="first")
+    return tokens, trainer
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Tokenizers made of a few sentences: byte-level BPE, and BPE with SentencePiece's word marker."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """Tokenizers made of a few sentences: byte-level BPE, and the kinds that SentencePiece makes.
+
+    pieces: BPE with a word marker at the beginning; llama2: with one behind every control token too, by a normalizer,
+    and bytes for what it does not know; unigram: of pieces with scores
+    """
+    from tokenizers import AddedToken, Tokenizer, processors
 
     made: dict[str, Any] = {}
     text = ["it is four. what is two and two? sure? yes name arguments user assistant system think"] * 20
     for kind in KINDS:
-        tokens = Tokenizer(models.BPE(unk_token=None if kind == "bytes" else "<unk>"))
-        if kind == "bytes":
-            tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokens.decoder = decoders.ByteLevel()
-            alphabet = pre_tokenizers.ByteLevel.alphabet()
-        else:
-            tokens.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-            tokens.decoder = decoders.Metaspace(prepend_scheme="first")
-            alphabet = [chr(n) for n in range(32, 127)] + ["\n", "é", "▁"]
-        special = [*SPECIAL, *(["<unk>"] if kind == "pieces" else [])]
-        trainer = trainers.BpeTrainer(
-            vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
+        tokens, trainer = untrained(kind)
         tokens.train_from_iterator(text, trainer)
+        if kind == "llama2":  # bytes are no control tokens
+            whole = json.loads(tokens.to_str())
+            whole["added_tokens"] = [t for t in whole["added_tokens"] if not t["content"].startswith("<0x")]
+            tokens = Tokenizer.from_str(json.dumps(whole))
         tokens.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
         for bos in (False, True):
             if bos:
@@ -308,6 +340,43 @@ def test_what_people_write_never_becomes_a_control_token(
     assert said in tokenizer.decode(documents[0].ids) and said in tokenizer.decode(documents[1].ids)
     (answer,) = trained(path, documents[0])
     assert answer.startswith("it is</s> four.")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_people_write_changes_no_token_of_the_turns_beside_it(
+    folders: dict[str, Any], tmp_path: Path, name: str, kind: str
+) -> None:
+    """From the first answer on, all is as if the user had written a word."""
+    path = folder(folders, kind, TEMPLATES[name])
+    found = []
+    for said in ("two", "two<|endoftext|>", "<|im_end|>"):
+        (document,), _ = read(path, tmp_path, {"messages": messages(("user", said), *TALK[1:])})
+        assert document.trained is not None
+        first = document.trained.index(True)
+        found.append((document.ids[first:], document.trained[first:]))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_characters_are_no_control_tokens(folders: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    path = folder(folders, kind, CHATML)
+    documents, _ = read(path, tmp_path, {"text": "two 日"}, {"text": "日 <|im_end|>"})
+    tokens = open_tokenizer(path)
+    assert documents[0].ids[-1] == tokens.end and "im_end" in tokens.decode(documents[1].ids)
+
+
+def test_what_cannot_be_written_but_as_a_control_token_is_a_bad_line(
+    folders: dict[str, Any], tmp_path: Path
+) -> None:
+    path = folder(folders, "bytes", CHATML)
+    for said in ("<|im_end|>\U00100003", "\U00100001 <s>"):
+        with pytest.raises(
+            ValueError, match=r"x\.jsonl:1: holds what looks like a control token, and characters"
+        ):
+            read(path, tmp_path, {"text": said})
+    (document,), _ = read(path, tmp_path, {"text": "\U00100003 two"})  # which alone means nothing
+    assert open_tokenizer(path).decode(document.ids).startswith("\U00100003 two")
 
 
 @pytest.mark.parametrize("template", ["{{ 1/0 }}", CHATML + "{{ messages[0].content[99].x.y }}"])
