@@ -20,6 +20,11 @@ REQUEUE_NAME = "requeue"
 """There if the last run in the folder saved itself on a signal, for job scripts: torchrun hides the exit code."""
 
 
+def asked_to_requeue(directory: Path) -> bool:
+    """Whether the last run in the folder saved itself on a signal, and nothing was started there since."""
+    return (directory / REQUEUE_NAME).exists()
+
+
 def claim_directory(directory: Path) -> TextIO:
     """Holds a run's folder as `hold_directory` does, and clears what earlier runs left behind."""
     held = hold_directory(directory)

@@ -19,7 +19,7 @@ from pathlib import Path
 from triaxis.engine.advice import flags_of, resolve_or_advise
 from triaxis.engine.config import ConfigError, RunConfig, run_directory
 from triaxis.launch.command_line import Parser, whole, within
-from triaxis.launch.directory import REQUEUE_NAME
+from triaxis.launch.directory import asked_to_requeue
 from triaxis.launch.ending import Exit, refusal, refuse, run_command
 from triaxis.launch.flags import config_of, train_parser
 
@@ -152,7 +152,7 @@ def _ended(rank: int, process: int, code: int) -> int:
 
 def _stopped(config: RunConfig, number: int) -> int:
     """The agent has passed the signal on and waited; whether the ranks have saved, they leave behind."""
-    saved = Path(run_directory(config), REQUEUE_NAME).exists()
+    saved = asked_to_requeue(Path(run_directory(config)))
     return Exit.REQUEUE if saved or number in SAVING else Exit.INTERRUPTED
 
 

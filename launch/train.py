@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from triaxis.engine.advice import bubble_warning, depths_warning, dropout_warning, resolve_or_advise
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
 from triaxis.engine.run.resume import adapt, check_same_run, find_start
-from triaxis.launch.directory import claim_directory
+from triaxis.launch.directory import asked_to_requeue, claim_directory
 from triaxis.launch.ending import Exit, catch_early_requests, end_at_once, refuse, run_command
 from triaxis.launch.environment import Launch, LaunchError, launch_warnings, read_launch, speaks
 from triaxis.launch.flags import parse_flags
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"use triaxis train --threads",
                 )
             )
+        if launch.restarts > 0 and asked_to_requeue(run_directory(config)):
+            return Exit.REQUEUE  # it has saved itself on a signal, which a launcher takes for a failure
         held = claim_directory(run_directory(config)) if launch.rank == 0 else None
     except LaunchError as error:  # not the same on all ranks
         return refuse("train", error)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 from triaxis.engine.checkpoint.folder import complete_checkpoints, leftovers_at, set_aside, step_of
 from triaxis.engine.checkpoint.manifest import CheckpointError, RunState
-from triaxis.engine.config import ResolvedRun, RunConfig, run_directory
+from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig, run_directory
 from triaxis.engine.faults.replicas import check_replicas
 from triaxis.engine.run.counters import check_run_state
 from triaxis.engine.run.inputs import RunInputs
-from triaxis.engine.run.resume import check_same_run, named_checkpoint, newer_in, told_changes
+from triaxis.engine.run.resume import check_same_run, in_the_way, named_checkpoint, newer_in, told_changes
 from triaxis.engine.run.same_inputs import changed_inputs, check_same_inputs
 from triaxis.engine.run.stored_row import Row, check_replay, replay, rounding
 from triaxis.engine.step import TrainingStep
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 def checkpoint_to_load(config: RunConfig, mesh: Mesh) -> Path | None:
     """What the run goes on from, as rank 0 sees it; None for a fresh start. Collective.
 
-    Known before the model is made: its first values are then not worth making.
+    Known before the model is made: its first values are then not worth making. Raises ConfigError on every rank where
+    a fresh start would write over an older run's checkpoints.
     """
     if config.resume in (None, "never"):
+        fault = in_the_way(config) if mesh.world.rank == 0 else None
+        if (told := send_json(mesh.everyone, fault, mesh.world.device)) is not None:
+            raise ConfigError((str(told),))
         return None
     if config.resume != "auto":
         return named_checkpoint(str(config.resume))

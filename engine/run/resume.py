@@ -47,13 +47,8 @@ def find_start(config: RunConfig, *, restarted: bool) -> Start:
         state, path = _newest_readable(own)
         return Start(config=dataclasses.replace(config, resume="auto"), path=path, state=state)
     if asked in (None, "never"):
-        if own:
-            raise ConfigError(
-                (
-                    f"`output_dir` {directory} has checkpoints up to {own[-1].name}; use --resume auto to go on from "
-                    "there, or another --output-dir to start anew",
-                )
-            )
+        if (fault := in_the_way(config)) is not None:
+            raise ConfigError((fault,))
         return Start(config=dataclasses.replace(config, resume=None))
     path = named_checkpoint(asked)
     if own and not any(path.samefile(other) for other in own):
@@ -64,6 +59,18 @@ def find_start(config: RunConfig, *, restarted: bool) -> Start:
             )
         )
     return Start(config=dataclasses.replace(config, resume=str(path)), path=path, state=_state_at(path))
+
+
+def in_the_way(config: RunConfig) -> str | None:
+    """Why a run that starts anew must not write to its folder: an older run's checkpoints are there."""
+    directory = run_directory(config)
+    own = complete_checkpoints(directory)
+    if not own:
+        return None
+    return (
+        f"`output_dir` {directory} has checkpoints up to {own[-1].name}; use --resume auto to go on from there, or "
+        "another --output-dir to start anew"
+    )
 
 
 def newer_in(directory: Path, path: Path) -> list[Path]:

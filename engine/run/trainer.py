@@ -78,9 +78,10 @@ def train(
     mesh = build_mesh(world, resolved.topology)
     directory = run_directory(config)
     with supervision.watch(directory, mesh, config.hang_timeout) as watch:
+        watch.at(0, "looking for checkpoints")
+        path = checkpoint_to_load(config, mesh)
         watch.at(0, "reading data")
         inputs = open_inputs(config, resolved, mesh, lambda: watch.at(0, "reading data"))
-        path = checkpoint_to_load(config, mesh)
         plan = step_plan(config, resolved)
         if path is None:
             training = TrainingStep(plan, mesh, first_values(config, resolved))

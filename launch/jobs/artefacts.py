@@ -100,7 +100,7 @@ def torchrun_command(job: Job, head: str = "HEAD_NODE", node: str = "NODE_NUMBER
 def _torchrun(job: Job, head: str, node: str, port: int) -> tuple[str, ...]:
     each = ("--nproc-per-node", str(job.gpus_per_node), "--max-restarts", str(job.max_restarts))
     if job.nodes == 1:
-        return torchrun_arguments(job, "--standalone", *each)
+        return torchrun_arguments(job, *each)
     meeting = ("--node-rank", node, "--master-addr", head, "--master-port", str(port))
     return torchrun_arguments(job, "--nnodes", str(job.nodes), *each, *meeting)
 

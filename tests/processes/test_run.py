@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.processes
 COMMAND = [sys.executable, "-m", "triaxis.launch.cli", "run", "-n", "2"]
 
 
-def start(folder: Path, **flags: object) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str, **flags: object) -> subprocess.Popen[str]:
     given = prepare(folder) | {"dp": 2, "warmup_steps": 0, "output_dir": str(folder / "out")} | flags
-    return subprocess.Popen([*COMMAND, *arguments(given)], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*COMMAND, *words, *arguments(given)], stderr=subprocess.PIPE, text=True)
 
 
 def test_a_run_that_fails_has_the_last_word(tmp_path: Path) -> None:
@@ -49,6 +50,19 @@ def test_a_signal_to_the_launcher_saves_and_asks_for_another_start(tmp_path: Pat
         assert run.returncode == 75, said
     assert said.splitlines()[-1].startswith("SIGTERM: saved step ")
     assert len(complete_checkpoints(tmp_path / "out")) == 1
+
+
+def test_ranks_that_saved_themselves_are_not_started_again(tmp_path: Path) -> None:
+    """Slurm signals every process of a job: the launcher sees ranks end with 75, and has a restart left."""
+    with start(tmp_path, "--max-restarts", "1", steps=10**6, save_steps=10**5) as run:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while done_steps(tmp_path / "out") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for rank in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
+            os.kill(int(rank), signal.SIGTERM)
+        said = run.communicate(timeout=PATIENCE_SECONDS)[1]
+        assert run.returncode == 75, said
+    assert said.count("SIGTERM: saved step ") == 1 and "resumed" not in said
 
 
 def test_a_run_that_cannot_work_starts_no_process(capsys: pytest.CaptureFixture[str]) -> None:

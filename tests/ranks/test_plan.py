@@ -495,7 +495,7 @@ def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for text in ("6.74 B parameters, on 8 × h100-80g", "what nothing beats", "why not", "for 2T tokens"):
         assert text in told
-    assert "torchrun --standalone --nproc-per-node 8" in told
+    assert "torchrun --nproc-per-node 8" in told
     assert main(["--memory", "--gpus", "8"]) == 0
     told = capsys.readouterr().out
     assert "distributed optimizer" in told and "FULL_SHARD" in told and "671B" in told

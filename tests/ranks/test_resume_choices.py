@@ -64,6 +64,19 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(
     assert "resumed at step 4 from" in told
 
 
+def test_a_fresh_start_never_writes_over_an_older_runs_checkpoints(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """`train` itself says so, as a program may call it, and every rank does."""
+    common = {**flags, "output_dir": str(tmp_path), "dp": 2, "global_batch": 4}
+    run({**common, "steps": 4})
+    kept = {path: path.read_bytes() for path in (tmp_path / FOLDER).rglob("*") if path.is_file()}
+    for resume in (None, "never"):
+        with pytest.raises(ConfigError, match=r"has checkpoints up to .*; use --resume auto to go on"):
+            run({**common, "steps": 6, "resume": resume})
+    assert {path: path.read_bytes() for path in (tmp_path / FOLDER).rglob("*") if path.is_file()} == kept
+
+
 STATES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda state: state["extra"].pop("counters"), "state.extra.counters"),
     (lambda state: state["extra"]["counters"].pop("samples"), "state.extra.counters"),
