@@ -38,7 +38,7 @@ $(STAMP): setup.py constraints.txt
 	@touch $@
 
 train: $(STAMP)  ## train a small model on 8 ranks (2 × 2 × 2); metrics, picture and a sample in output/
-	$(BIN)/triaxis run -n $(RANKS) $(TRAIN) --output-dir $(OUT) || { \
+	@$(BIN)/triaxis run -n $(RANKS) $(TRAIN) --output-dir $(OUT) || { \
 		code=$$?; test $$code != 2 || echo "another folder: make train OUT=FOLDER" >&2; exit $$code; }
 	@echo "what it writes:" && $(BIN)/triaxis generate $(OUT) --prompt "def " --tokens 200
 

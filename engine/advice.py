@@ -25,17 +25,21 @@ LAYOUT = {
     *("seq", "bucket_elements"),
 }
 FLAGS = {"simulate": "threads"}
+TORCHRUN = "torchrun --nproc-per-node {} -m triaxis.launch.train"
+"""How ranks are started on one machine, where nothing else is said."""
 
 
-def resolve_or_advise(config: RunConfig, world_size: int) -> ResolvedRun:
-    """`resolve`, whose ConfigError also says what would start."""
+def resolve_or_advise(config: RunConfig, world_size: int, launcher: str = TORCHRUN) -> ResolvedRun:
+    """`resolve`, whose ConfigError also says what would start, by this launcher."""
     try:
         return resolve(config, world_size)
     except ConfigError as error:
-        raise ConfigError((*error.faults, *advice(config, world_size, error.faults))) from error
+        raise ConfigError((*error.faults, *advice(config, world_size, error.faults, launcher))) from error
 
 
-def advice(config: RunConfig, world_size: int, faults: tuple[str, ...]) -> tuple[str, ...]:
+def advice(
+    config: RunConfig, world_size: int, faults: tuple[str, ...], launcher: str = TORCHRUN
+) -> tuple[str, ...]:
     """Lines for people: starts that pass every rule, the nearest to what was asked; none if there is none.
 
     Where faults remain that no layout can mend (a missing file), it is only said which layout would pass.
@@ -49,7 +53,7 @@ def advice(config: RunConfig, world_size: int, faults: tuple[str, ...]) -> tuple
     rest = tuple(fault for fault in _faults(_plain(config), 1, model) if fault in faults)
     if len(rest) == len(faults):
         return ()
-    starts = list(dict.fromkeys(_starts(config, world_size, model, rest)))
+    starts = list(dict.fromkeys(_starts(config, world_size, model, rest, launcher)))
     if not starts:
         return ()
     if rest:
@@ -57,13 +61,14 @@ def advice(config: RunConfig, world_size: int, faults: tuple[str, ...]) -> tuple
     return ("checked against every rule, this would start:", *(f"  {start}" for start in starts))
 
 
-def start_line(config: RunConfig, world_size: int) -> str:
+def start_line(config: RunConfig, world_size: int, launcher: str = TORCHRUN) -> str:
     """The command that starts this run on so many processes of one machine."""
     flags = " ".join(flags_of(config))
     if world_size == 1 or config.simulate:
         return f"triaxis train {flags}".rstrip()
-    count = f" --nproc-per-node {world_size}" if world_size <= ON_ONE_MACHINE else " …"
-    return f"torchrun{count} -m triaxis.launch.train {flags}".rstrip()
+    if world_size > ON_ONE_MACHINE:
+        return f"torchrun … -m triaxis.launch.train {flags}".rstrip()
+    return f"{launcher.format(world_size)} {flags}".rstrip()
 
 
 def flags_of(config: RunConfig) -> list[str]:
@@ -138,14 +143,16 @@ def _plain(config: RunConfig) -> RunConfig:
     return replace(config, **defaults)
 
 
-def _starts(config: RunConfig, world_size: int, model: ModelConfig, rest: tuple[str, ...]) -> Iterator[str]:
+def _starts(
+    config: RunConfig, world_size: int, model: ModelConfig, rest: tuple[str, ...], launcher: str
+) -> Iterator[str]:
     """The layout as it is on as many ranks as it needs, the nearest on the ranks there are, and threads."""
     product = config.tp * config.pp * (config.dp or 1)
     worlds = [world_size] if product == world_size or config.simulate else [product, world_size]
     for size in worlds:
         found = _nearest(config, size, model, rest, moves=size == world_size)
         if found is not None:
-            yield " ".join(flags_of(_plain_but_layout(found))) if rest else start_line(found, size)
+            yield " ".join(flags_of(_plain_but_layout(found))) if rest else start_line(found, size, launcher)
     threads = replace(config, simulate=True)
     if (
         product > world_size == 1

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from triaxis.engine.advice import flags_of, resolve_or_advise
+from triaxis.engine.advice import TORCHRUN, flags_of, resolve_or_advise
 from triaxis.engine.config import ConfigError, RunConfig, run_directory
 from triaxis.launch.command_line import Parser, whole, within
 from triaxis.launch.directory import asked_to_requeue
@@ -96,7 +96,8 @@ def _check(options: argparse.Namespace, config: RunConfig) -> None:
             ("`--threads` must not be given here, where ranks are processes; use triaxis train",)
         )
     if not config.elastic:  # which settles its batch with the checkpoint
-        resolve_or_advise(config, options.nproc_per_node * options.nodes)
+        launcher = "triaxis run -n {}" if options.nodes == 1 else TORCHRUN
+        resolve_or_advise(config, options.nproc_per_node * options.nodes, launcher)
 
 
 def _start(options: argparse.Namespace, config: RunConfig) -> int:

@@ -75,6 +75,7 @@ def test_a_run_that_cannot_work_starts_no_process(capsys: pytest.CaptureFixture[
         assert main(["-n", "2", *words]) == 2
         told = capsys.readouterr().err
         assert told.startswith("triaxis run:") and said in told
+        assert "torchrun" not in told
 
 
 def test_a_rank_that_was_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
