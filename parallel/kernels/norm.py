@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What sums of such values are kept in: fp32 for 16 bits."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -22,7 +23,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        dtype = _statistics_dtype(input.dtype)
+        dtype = widened(input.dtype)
         input_ND = input.reshape(-1, input.shape[-1])
         norm_N1: Tensor = torch.linalg.vector_norm(input_ND, dim=-1, keepdim=True, dtype=dtype)
         inverse_N1 = norm_N1.square_().div_(input.shape[-1]).add_(epsilon).rsqrt_()
@@ -85,7 +86,7 @@ def _composed_backward(
 
 
 def _shapes(input: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    dtype = _statistics_dtype(input.dtype)
+    dtype = widened(input.dtype)
     return torch.empty_like(input), input.new_empty((*input.shape[:-1], 1), dtype=dtype)
 
 

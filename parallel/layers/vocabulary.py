@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from triaxis.parallel.kernels.norm import widened
 from triaxis.parallel.layers.build import Build
 from triaxis.parallel.layers.collectives import gather, reduction
 from triaxis.parallel.layers.declare import declare, layouts_of
@@ -122,10 +123,6 @@ def _chunks(tokens: int, chunk: int) -> range:
     return range(0, tokens, max(1, min(tokens, chunk)))
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 class _CrossEntropy(Function):
     """Σ_t trained_t · (log Σ_v exp(logit_tv) - logit_t,label) · scale, by chunks of tokens.
 
@@ -152,7 +149,7 @@ class _CrossEntropy(Function):
         rows_T = labels_T - start
         here_T = (rows_T >= 0) & (rows_T < valid)
         rows_T = rows_T.masked_fill(~here_T, 0)
-        dtype = _accumulation_dtype(whole_TD.dtype)
+        dtype = widened(whole_TD.dtype)
         largest_T = torch.full((tokens,), -torch.inf, dtype=dtype, device=whole_TD.device)
         sums_2T = torch.zeros(2, tokens, dtype=dtype, device=whole_TD.device)
         steps = _chunks(tokens, chunk)

@@ -90,21 +90,3 @@ def _cut(before: list[float], parts: int, first_extra: float, last_extra: float)
         ranges.append(range(start, stop_of[start]))
         start = stop_of[start]
     return tuple(ranges)
-
-
-def partition_stages(layers: int, pp: int, virtual_stages: int = 1, **costs: float) -> tuple[range, ...]:
-    """The layers of each of the pp × virtual_stages model stages; stage c*pp + r is chunk c of rank r."""
-    stages = pp * virtual_stages
-    if stages > layers:
-        fewer = [(layers // virtual_stages, virtual_stages), (pp, layers // pp)]
-        works = [
-            (ranks, chunks) for ranks, chunks in fewer if chunks >= 1 and (ranks > 1 or chunks == 1 <= ranks)
-        ]
-        hint = "use " + " or ".join(
-            f"pp {ranks} × virtual stages {chunks}" for ranks, chunks in works or [(layers, 1)]
-        )
-        raise ValueError(
-            f"`layers` must be at least pp × virtual stages, but is {layers} for pp {pp} × virtual stages "
-            f"{virtual_stages} = {stages}; {hint}, or at least {stages} layers"
-        )
-    return partition_layers(layers, stages, **costs)

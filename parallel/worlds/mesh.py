@@ -91,10 +91,6 @@ class Mesh:
         return self.coordinates["tp"]
 
     @property
-    def pp_rank(self) -> int:
-        return self.coordinates["pp"]
-
-    @property
     def dp_rank(self) -> int:
         return self.coordinates["dp"]
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from triaxis.parallel.places import partition
-from triaxis.parallel.places.partition import partition_layers, partition_stages
+from triaxis.parallel.places.partition import partition_layers
 
 
 def test_uneven_counts_put_the_longer_parts_first() -> None:  # B45
@@ -41,21 +41,6 @@ def test_no_other_cut_is_cheaper(first_extra: float, last_extra: float) -> None:
 
 def test_the_head_makes_the_last_part_shorter() -> None:
     assert [len(part) for part in partition_layers(32, 4, last_extra=2.0)] == [9, 9, 8, 6]
-
-
-@pytest.mark.parametrize(
-    ("layers", "pp", "virtual_stages", "hint"),
-    [
-        (3, 4, 1, "is 3 for pp 4 × virtual stages 1 = 4; use pp 3 × virtual stages 1, or at least 4 layers"),
-        (3, 2, 2, "is 3 for pp 2 × virtual stages 2 = 4; use pp 2 × virtual stages 1, or at least 4 layers"),
-    ],
-)
-def test_more_stages_than_layers_names_what_works(
-    layers: int, pp: int, virtual_stages: int, hint: str
-) -> None:  # B45
-    with pytest.raises(ValueError) as caught:
-        partition_stages(layers, pp, virtual_stages)
-    assert hint in str(caught.value)
 
 
 def test_refuses_impossible_numbers() -> None:

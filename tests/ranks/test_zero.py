@@ -283,7 +283,7 @@ def test_tied_embedding_gradients_are_summed_over_stages_and_data_ranks(zero: in
                 assert slot is not None
                 if layouts_of(member)[0].tied:
                     slot.add(
-                        torch.full(member.shape, forces[mesh.pp_rank, mesh.dp.rank], dtype=torch.float64)
+                        torch.full(member.shape, forces[mesh.pp.rank, mesh.dp.rank], dtype=torch.float64)
                     )
         parallel.finish_backward(0)
         parallel.synchronize_gradients()
