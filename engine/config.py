@@ -101,8 +101,14 @@ class RunConfig:
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = False
-    dtype: Literal["fp32", "fp64", "bf16"] = "fp32"
+    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     accumulate_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
     offload_optimizer: Literal["none", "cpu"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
     recompute: bool = False

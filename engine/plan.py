@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from triaxis.engine.config import DataParallel, ResolvedRun, RunConfig
+from triaxis.engine.loss_scale import LossScaling
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.partition import partition_layers
@@ -23,11 +24,12 @@ class Precision(StrEnum):
     FP32 = "fp32"
     FP64 = "fp64"
     BF16 = "bf16"
+    FP16 = "fp16"
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one element."""
-        return {"fp32": 4, "fp64": 8, "bf16": 2}[self]
+        return {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}[self]
 
     @property
     def summed(self) -> Precision:
@@ -73,6 +75,7 @@ class StepPlan:
     depth_weight: of the mean loss of extra prediction depths (DeepSeek-V3: λ)
     skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     seed: of the initial values; None: they are not made, as a trace needs none
+    loss_scaling: of fp16, whose overflows leave updates out; None: losses are as they are
     kernels: what does an operation where it is not torch's own, `norm=compile,attention=flash`
     """
 
@@ -96,6 +99,7 @@ class StepPlan:
     rule: UpdateRule = field(default_factory=UpdateRule)
     skip_bad: bool = False
     seed: int | None = 0
+    loss_scaling: LossScaling | None = None
     kernels: str = ""
 
     @property
@@ -145,5 +149,17 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
         ),
         skip_bad=config.on_nan == "skip",
         seed=config.seed,
+        loss_scaling=_loss_scaling(config) if config.dtype == "fp16" else None,
         kernels=config.kernels or "",
+    )
+
+
+def _loss_scaling(config: RunConfig) -> LossScaling:
+    return LossScaling(
+        fixed=config.loss_scale,
+        initial_power=config.initial_scale_power,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        consecutive=config.consecutive_hysteresis,
+        least=config.min_loss_scale,
     )

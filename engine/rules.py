@@ -12,6 +12,7 @@ from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunCon
 from triaxis.engine.data.files import text_files
 from triaxis.engine.data.sets import named_sets
 from triaxis.engine.data.vocabulary import vocabulary_of
+from triaxis.engine.loss_scale import SETTINGS
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.families import FAMILIES
 from triaxis.models.huggingface.guest import GuestModel
@@ -43,10 +44,12 @@ _POSITIVE = (
     "min_num_params",
     *("logging_steps", "timeout_seconds", "adam_epsilon"),
     *("save_steps", "save_minutes", "save_total_limit", "hang_timeout", "spike_factor", "straggler_factor"),
+    *("loss_scale_window", "hysteresis", "min_loss_scale"),
 )
 _NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed"),
     *("dataloader_num_workers", "show_samples", "check_collectives", "mtp_depths", "mtp_weight"),
+    *("loss_scale", "initial_scale_power"),
 )
 _MOST = {
     **dict.fromkeys(("tp", "pp", "dp", "cp", "ep", "virtual_stages"), 1_000_000),
@@ -57,6 +60,9 @@ _MOST = {
     **dict.fromkeys(("steps", "eval_batches", "warmup_steps", "num_train_epochs"), 10**12),
     "seq": 100_000_000,
     "mtp_depths": 1000,
+    "initial_scale_power": 100,
+    **dict.fromkeys(("loss_scale", "min_loss_scale"), 1e30),
+    **dict.fromkeys(("loss_scale_window", "hysteresis"), 10**12),
     "global_batch": 1_000_000_000,
 }
 """Beyond what anybody has run, and still quick to check."""
@@ -316,6 +322,13 @@ def _training_faults(config: RunConfig) -> list[str]:
             f"`mtp_weight` must be left out without extra prediction depths, but is {config.mtp_weight:g}; "
             "give --mtp_depths"
         )
+    usual = RunConfig()
+    faults += [
+        f"`{name}` must be left out with dtype {config.dtype}, but is {getattr(config, name)}; it is fp16 whose losses "
+        "are scaled (--dtype fp16)"
+        for name in SETTINGS
+        if config.dtype != "fp16" and getattr(config, name) != getattr(usual, name)
+    ]
     if config.accumulate_dtype == "bf16" and config.dtype != "bf16":
         faults.append(
             f"`accumulate_dtype` must be auto with dtype {config.dtype}, but is bf16; use it with --dtype bf16"

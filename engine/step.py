@@ -39,6 +39,7 @@ DTYPES = {
     Precision.FP32: torch.float32,
     Precision.FP64: torch.float64,
     Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
 }
 
 LOSS_AND_NORM = "loss and gradient norm"
@@ -86,7 +87,7 @@ class _Chunk:
         inputs = Inputs(
             batch=step.batches[microbatch],
             token_scale=step.scale,
-            row_scale=1 / rows,
+            row_scale=step.loss_scale / rows,
             microbatch=microbatch,
             depth_weight=step.plan.depth_weight,
         )
@@ -219,6 +220,7 @@ class TrainingStep:
         self.depths: Tensor | None = None  # of its extra prediction depths
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
+        self.loss_scale = 1.0
         schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
         tokens = plan.microbatch_size * plan.sequence_length
         programs = lower(schedule)
@@ -243,43 +245,50 @@ class TrainingStep:
         self.mesh.world.settle()
 
     def train(
-        self, batches: Sequence[Batch], learning_rate: float, most_norm: float = math.inf
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        most_norm: float = math.inf,
+        loss_scale: float = 1.0,
     ) -> StepResult:
         """One optimizer step on this data-parallel rank's microbatches.
 
-        With `skip_bad`, no update where loss or norm is not finite, or the norm is above `most_norm`.
+        With `skip_bad` or a loss scale, no update where loss or norm is not finite, or the norm is above `most_norm`.
+        loss_scale: what losses, and so gradients, are multiplied by; nothing that is told or updated is
         """
-        made = self.accumulate(batches)
+        made = self.accumulate(batches, loss_scale)
         norm = made.squared_norm.sqrt()
         coefficient = torch.ones_like(norm)
         if self.plan.max_grad_norm > 0:
-            coefficient = (self.plan.max_grad_norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(
-                1.0
-            )
+            limit = self.plan.max_grad_norm * loss_scale
+            coefficient = (limit / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
         told = [made.loss, norm, coefficient, made.tokens.double(), *made.further]
         # The one time that the host waits for the device: for all that it needs, and only then.
-        found = self.mesh.world.host_values(torch.stack(told)) if self.plan.skip_bad else None
-        skipped = found is not None and not (math.isfinite(found[0] + found[1]) and found[1] <= most_norm)
+        may_skip = self.plan.skip_bad or self.plan.loss_scaling is not None
+        found = self.mesh.world.host_values(torch.stack(told)) if may_skip else None
+        skipped = found is not None and not (
+            math.isfinite(found[0] + found[1]) and found[1] / loss_scale <= most_norm
+        )
         if not skipped:
-            self.optimizer.step(learning_rate, coefficient)
+            self.optimizer.step(learning_rate, coefficient if loss_scale == 1.0 else coefficient / loss_scale)
             self.data_parallel.publish()
         load, own = self.balance.settle(move=not skipped), int(self.plan.model.has_losses())
         found = found or self.mesh.world.host_values(torch.stack(told))
         return StepResult(
-            loss=found[0],
-            grad_norm=found[1],
+            loss=found[0] / loss_scale,
+            grad_norm=found[1] / loss_scale,
             clip_coefficient=found[2],
             trained_tokens=int(found[3]),
             skipped=skipped,
-            auxiliary_loss=sum(found[4 : 4 + own]),
-            depth_losses=tuple(found[4 + own :]),
+            auxiliary_loss=sum(found[4 : 4 + own]) / loss_scale,
+            depth_losses=tuple(loss / loss_scale for loss in found[4 + own :]),
             load=load,
         )
 
-    def accumulate(self, batches: Sequence[Batch]) -> Accumulated:
-        """Reduces the gradients of a global batch."""
+    def accumulate(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> Accumulated:
+        """Reduces the gradients of a global batch. Losses, norm and gradients are multiplied by the scale."""
         self.data_parallel.start_step()
-        tokens = self._set_batches(batches)
+        tokens = self._set_batches(batches, loss_scale)
         self.losses = losses = self.pipeline.run()
         self.batches = ()
         self.data_parallel.synchronize_gradients()
@@ -309,8 +318,8 @@ class TrainingStep:
         self.mesh.everyone.all_reduce(total, label="evaluated loss")
         return float(total), int(tokens)
 
-    def _set_batches(self, batches: Sequence[Batch]) -> Tensor:
-        """Takes the batches and agrees on the scale: one over the global batch's trained tokens."""
+    def _set_batches(self, batches: Sequence[Batch], loss_scale: float = 1.0) -> Tensor:
+        """Takes the batches and agrees on the scale of losses: over the global batch's trained tokens."""
         device = self.mesh.world.device
         self.batches = [batch.to(device) for batch in batches]
         if self.plan.model.has_losses():
@@ -322,6 +331,9 @@ class TrainingStep:
             tokens += sum(batch.trained_tokens() for batch in batches)
         self.mesh.everyone.all_reduce(tokens, label="trained tokens")
         self.scale = tokens.clamp_min(1).double().reciprocal()
+        self.loss_scale = loss_scale
+        if loss_scale != 1.0:
+            self.scale *= loss_scale
         return tokens
 
     def state_bytes(self) -> dict[str, int]:

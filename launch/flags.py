@@ -138,6 +138,12 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "precision, memory and repeatability": {
         "dtype": "bf16 keeps fp32 master weights.",
+        "loss_scale": "With fp16: what losses are multiplied by; 0 finds it, and lowers it when a gradient overflows.",
+        "initial_scale_power": "With fp16: the scale begins at 2 to this power.",
+        "loss_scale_window": "With fp16: updates without an overflow until the scale doubles.",
+        "hysteresis": "With fp16: overflows until the scale halves.",
+        "consecutive_hysteresis": "With fp16: only overflows without an update between them count together.",
+        "min_loss_scale": "With fp16: an overflow at this scale ends the run.",
         "accumulate_dtype": "What gradients are summed in; auto is fp32, and fp64 with fp64.",
         "offload_optimizer": "Where optimizer states are: on the device, or in the host's memory (CPU runs only yet).",
         "offload_param": "The same of ZeRO-3's parameters.",

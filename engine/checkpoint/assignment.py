@@ -33,7 +33,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from triaxis.engine.checkpoint.states import HeldTensor
 from triaxis.parallel.worlds.agreement import Json
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}  # as safetensors names them
+DTYPES = {  # as safetensors names them
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 STAGING_ALIGNMENT_BYTES = 64
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from triaxis.parallel.places.rectangles import covers_once
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2}
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """The types of elements, as safetensors names them."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors", re.ASCII)
 HEAD_BYTES = 8

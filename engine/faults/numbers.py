@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from triaxis.engine.loss_scale import LossScaling
 from triaxis.engine.run.counters import Counters
 from triaxis.engine.step import StepResult, TrainingStep
 from triaxis.parallel.worlds.agreement import gather_json
@@ -32,8 +33,13 @@ def judge(result: StepResult, counters: Counters, training: TrainingStep, limit:
     limit: `most_norm` before the step. Raises FloatingPointError where the run must not go on.
     """
     finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    scaling = training.plan.loss_scaling
+    if scaling is not None and not finite:
+        return _overflow(result, counters, training, scaling)
     if finite and result.grad_norm <= limit:
         counters.skipped_in_a_row = 0
+        if scaling is not None and counters.scale is not None:
+            counters.scale = scaling.after_update(counters.scale)
         share = KEPT_SHARE if counters.norms else 0.0
         counters.norm_average = share * counters.norm_average + (1 - share) * result.grad_norm
         counters.norms += 1
@@ -48,6 +54,28 @@ def judge(result: StepResult, counters: Counters, training: TrainingStep, limit:
     if counters.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
         raise FloatingPointError(f"{found}, for the {MOST_SKIPPED_IN_A_ROW}th time in a row; {way_out}")
     return f"{found}; the update is skipped"
+
+
+def _overflow(result: StepResult, counters: Counters, training: TrainingStep, scaling: LossScaling) -> str:
+    """What to say of a step whose numbers have left fp16's range; the scale falls. Collective."""
+    scale = counters.scale or scaling.begin()
+    counters.skipped_steps += 1
+    counters.skipped_in_a_row += 1
+    counters.overflows += 1
+    found = (
+        f"step {counters.step + 1}: numbers leave the range of fp16 at a loss scale of {scale.value:,.10g} "
+        f"({_origin(training, result)})"
+    )
+    way_out = "lower --learning_rate, check the data, or use --dtype bf16, which has the range of fp32"
+    if scaling.at_its_floor(scale):
+        raise FloatingPointError(f"{found}, the least that --min-loss-scale allows; {way_out}")
+    if counters.skipped_in_a_row >= scaling.most_in_a_row(MOST_SKIPPED_IN_A_ROW):
+        raise FloatingPointError(f"{found}, for the {counters.skipped_in_a_row}th time in a row; {way_out}")
+    counters.scale = scaling.after_overflow(scale)
+    fallen = counters.scale.value < scale.value
+    return f"{found}; the update is left out" + (
+        f", and the scale is now {counters.scale.value:,.10g}" * fallen
+    )
 
 
 def _origin(training: TrainingStep, result: StepResult) -> str:

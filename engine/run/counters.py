@@ -9,10 +9,15 @@ from typing import Any
 
 from triaxis.engine.checkpoint.folder import MANIFEST
 from triaxis.engine.checkpoint.manifest import RunState, damaged
+from triaxis.engine.loss_scale import LossScale
 
 NUMBERS = (int, float)
 FIRST_COUNTERS = ("step", "samples", "tokens", "loss")
-WHOLE = ("step", "samples", "tokens", "trained_tokens", "skipped_steps", "skipped_in_a_row", "norms")
+WHOLE = (
+    *("step", "samples", "tokens", "trained_tokens", "skipped_steps", "skipped_in_a_row", "norms"),
+    "overflows",
+)
+SCALE_KEYS = {"value": float, "patience": int, "clean": int}
 SET_KEYS = {"name": str, "fingerprint": str, "weight": int, "begun": int, "taken": int}
 ROW_KEYS = ("tokens", "labels", "positions", "documents")
 
@@ -22,6 +27,8 @@ class Counters:
     """Where a run is, the same on every rank. loss: the latest; skipped_*: updates.
 
     samples, tokens: consumed, tokens without padding; trained_tokens: those with a loss
+    overflows: updates left out since a gradient left fp16's range; the learning rate waits for them
+    scale: of losses, with fp16
     norm_average: of the gradient norms of updates, the later the heavier; norms: how many there were
     """
 
@@ -34,13 +41,16 @@ class Counters:
     skipped_in_a_row: int = 0
     norm_average: float = 0.0
     norms: int = 0
+    overflows: int = 0
+    scale: LossScale | None = None
     best_eval_loss: float | None = None
 
     @classmethod
     def restored(cls, state: RunState) -> Counters:
         counts = state.extra["counters"]
         assert isinstance(counts, dict)
-        return cls(**counts)
+        scale = counts.get("scale")
+        return cls(**{**counts, "scale": None if scale is None else LossScale(**scale)})
 
 
 def check_run_state(state: RunState, path: Path) -> None:
@@ -98,7 +108,18 @@ def _is_count(item: tuple[str, object]) -> bool:
     name, value = item
     if name in WHOLE:
         return _is_whole(value)
+    if name == "scale":
+        return value is None or _is_scale(value)
     return isinstance(value, NUMBERS) or (value is None and name == "best_eval_loss")
+
+
+def _is_scale(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != SCALE_KEYS.keys():
+        return False
+    return (
+        all(type(value[key]) is kind and value[key] >= 0 for key, kind in SCALE_KEYS.items())
+        and value["value"] > 0
+    )
 
 
 def _is_row(item: tuple[str, object]) -> bool:

@@ -41,6 +41,7 @@ class StepRow:
     slowest_rank: the one whose own data and computing took longest
     eval_loss: of the model after this step; None where it was not evaluated
     skipped_steps: updates left out so far because of numbers that were not finite; None where none may be
+    loss_scale: what fp16's losses were multiplied by in this step; None in other precisions
     auxiliary_loss: of layers with a loss of their own, scaled as it is trained; None without such layers
     mtp_losses: of each extra prediction depth, over as many tokens as `loss`, of which it is no part
     busiest_expert: tokens of a layer's busiest expert over the mean, in the worst layer; None without experts
@@ -62,6 +63,7 @@ class StepRow:
     clip_coefficient: float = 1.0
     eval_loss: float | None = None
     skipped_steps: int | None = None
+    loss_scale: float | None = None
     auxiliary_loss: float | None = None
     mtp_losses: tuple[float, ...] = ()
     busiest_expert: float | None = None
@@ -168,7 +170,8 @@ def values_of(row: StepRow) -> dict[str, object]:
         "sent_bytes": dict(row.sent_bytes),
         "clip_coefficient": _finite(row.clip_coefficient),
     }
-    for name in ("eval_loss", "skipped_steps", "auxiliary_loss", "busiest_expert", "slowest_rank"):
+    often = ("eval_loss", "skipped_steps", "loss_scale", "auxiliary_loss", "busiest_expert", "slowest_rank")
+    for name in often:
         value = getattr(row, name)
         if value is not None:
             values[name] = _finite(value) if isinstance(value, float) else value

@@ -14,7 +14,7 @@ LOOKED_AT = 8
 """Tokens at the second document's head, which would see the first one most."""
 TOLERANCE = 1e-6
 """Relative, of their loss. A masked token adds nothing, in any precision: without experts the two are equal."""
-WITH_EXPERTS = {"fp64": 1e-6, "fp32": 1e-6, "bf16": 2e-3}
+WITH_EXPERTS = {"fp64": 1e-6, "fp32": 1e-6, "bf16": 2e-3, "fp16": 2e-3}
 """Other tokens beside them at an expert are products of other sizes, which may be rounded in another way."""
 
 

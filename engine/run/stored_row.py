@@ -19,7 +19,7 @@ from triaxis.parallel.worlds.group import World
 
 Row = dict[str, list[int] | None]
 ROWS_TRIED = 64
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 5e-3}
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
 """Relative, on another topology or machine, where sums are rounded in another order."""
 
 

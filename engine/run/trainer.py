@@ -241,7 +241,11 @@ class _Run:
     ) -> StepRow:
         """Step `counters.step` (from 0)."""
         config, mesh, number = self._config, self._mesh, counters.step
-        learning_rate = learning_rate_of(config, number, total_steps)
+        learning_rate = learning_rate_of(config, number - counters.overflows, total_steps)
+        scaling = self._training.plan.loss_scaling
+        if scaling is not None and counters.scale is None:
+            counters.scale = scaling.begin()
+        scale = None if counters.scale is None else counters.scale.value
         mesh.clear_traffic()
         mesh.world.check_collectives(self._checked < config.check_collectives)
         self._checked += 1
@@ -251,7 +255,7 @@ class _Run:
         self._times.data_is_there()
         self._watch.at(number + 1, "training")
         limit = most_norm(counters, config.spike_factor)
-        result = self._training.train(batches, learning_rate, limit)
+        result = self._training.train(batches, learning_rate, limit, scale or 1.0)
         self._watch.at(number + 1, "looking at its numbers")
         told = judge(result, counters, self._training, limit)
         if told is not None:
@@ -282,7 +286,8 @@ class _Run:
             sent_bytes=sent_bytes,
             seconds={"data": spent.data, "compute": spent.compute, **spent.wait},
             slowest_rank=spent.slowest_rank,
-            skipped_steps=counters.skipped_steps if config.on_nan == "skip" else None,
+            skipped_steps=counters.skipped_steps if config.on_nan == "skip" or scaling else None,
+            loss_scale=scale,
             auxiliary_loss=result.auxiliary_loss if self._resolved.model.has_losses() else None,
             mtp_losses=result.depth_losses,
             busiest_expert=None if result.load is None else float(result.load.busiest),

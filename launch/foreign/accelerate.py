@@ -25,10 +25,10 @@ def _distributed_type(found: Reading, key: str, value: Any) -> None:  # noqa: AN
 
 
 def _precision(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
-    if value == "bf16":
-        found.put(key, "dtype", "bf16")
-    elif value in ("fp16", "fp8"):
-        found.refuse(key, value, "there is no loss scaling yet; use bf16")
+    if value in ("bf16", "fp16"):
+        found.put(key, "dtype", value)
+    elif value == "fp8":
+        found.refuse(key, value, "there are no fp8 products yet; use bf16")
     elif value not in ("no", None, False):
         found.must(key, value, "no, bf16, fp16 or fp8")
 

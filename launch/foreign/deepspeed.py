@@ -20,6 +20,7 @@ from triaxis.launch.foreign.keys import (
     read_keys,
     same,
     switch,
+    truth,
 )
 
 
@@ -65,10 +66,26 @@ _TENSOR_PARALLEL: dict[str, Reader] = {
         ("injection_policy_tuple", "partition_config"), same("each layer says itself how it is cut")
     ),
 }
-_FP16_NAMES = (
-    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
-    *("min_loss_scale", "auto_cast", "fp16_master_weights_and_grads"),
-)
+_FP16: dict[str, Reader] = {
+    "enabled": switch("dtype", "fp16"),
+    "loss_scale": number("loss_scale"),
+    "initial_scale_power": number("initial_scale_power", whole=True),
+    "loss_scale_window": number("loss_scale_window", whole=True, least=1),
+    "hysteresis": number("hysteresis", whole=True, least=1),
+    "consecutive_hysteresis": truth("consecutive_hysteresis"),
+    "min_loss_scale": number("min_loss_scale"),
+    "auto_cast": same("ids are whole numbers, and there is no other input"),
+    "fp16_master_weights_and_grads": only((False,), "master weights are fp32"),
+}
+
+
+def _fp16(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
+    """Its settings mean nothing where it is off."""
+    is_off = isinstance(value, dict) and not value.get("enabled", False)
+    unused = {name: same("of fp16, which is off") for name in _FP16 if name != "enabled"}
+    block(_FP16 | unused if is_off else _FP16)(found, key, value)
+
+
 KEYS: dict[str, Reader] = {
     "train_batch_size": number("global_batch", whole=True, least=1),
     "train_micro_batch_size_per_gpu": number("per_device_train_batch_size", whole=True, least=1),
@@ -84,12 +101,7 @@ KEYS: dict[str, Reader] = {
             "bf16_optimizer_states": only((False,), "moments are fp32"),
         }
     ),
-    "fp16": block(
-        {
-            "enabled": only((False,), "there is no loss scaling yet; use bf16"),
-            **dict.fromkeys(_FP16_NAMES, same("of fp16, which is off")),
-        }
-    ),
+    "fp16": _fp16,
     "data_types": block(
         {
             "grad_accum_dtype": _dtype_of_sums,
@@ -182,6 +194,9 @@ KEYS: dict[str, Reader] = {
 
 def read_deepspeed(path: str) -> Reading:
     """What a DeepSpeed JSON asks for; its faults are among it. ValueError where it cannot be read at all."""
-    found = Reading(path)
-    read_keys(found, read_json(path, "deepspeed"), KEYS, "")
+    found, values = Reading(path), read_json(path, "deepspeed")
+    read_keys(found, values, KEYS, "")
+    halves = [values.get(name) for name in ("bf16", "fp16")]
+    if all(isinstance(half, dict) and half.get("enabled") is True for half in halves):
+        found.faults.append(f"{path}: `bf16.enabled` and `fp16.enabled` must not both be true; leave one out")
     return found

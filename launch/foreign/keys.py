@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config import RunConfig
+from triaxis.engine.loss_scale import SETTINGS
 
 AUTO = "auto"
 IN_OUTPUT = "{output_dir}"
@@ -129,6 +130,18 @@ def switch(name: str, value_if_on: object) -> Reader:
     return read
 
 
+def truth(name: str) -> Reader:
+    """A boolean that is the field `name`."""
+
+    def read(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
+        if value != AUTO and not isinstance(value, bool):
+            found.must(key, value, 'true, false or "auto"')
+            return
+        found.put(key, name, value)
+
+    return read
+
+
 def off(why: str) -> Reader:
     """An object (or a boolean) with a switch of its own, whose feature is not here: taken only where it is off."""
 
@@ -211,6 +224,8 @@ def combined(
     values = {**found.values, **given}
     if "save_hf" in found.implied and values.get("save_strategy") == "no" and "save_hf" not in given:
         del values["save_hf"]  # an export is made from the last checkpoint, of which there is none
+    if values.get("dtype") != "fp16":  # files have the settings of fp16 beside a switch that is off
+        values = {name: value for name, value in values.items() if name in given or name not in SETTINGS}
     folder = str(values.get("output_dir", RunConfig().output_dir))
     return {
         name: value.replace(IN_OUTPUT, folder) if isinstance(value, str) else value

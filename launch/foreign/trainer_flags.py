@@ -82,7 +82,7 @@ def _report(value: str) -> Meant:
     )
 
 
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _dtype(value: str) -> Meant:
@@ -90,9 +90,7 @@ def _dtype(value: str) -> Meant:
         return Meant(note="weights are read in --dtype, whatever they are stored in")
     if value in _DTYPES:
         return Meant(words=("--dtype", _DTYPES[value]))
-    return Meant(
-        fault=f"must be float32, bfloat16 or auto, but is {value}; there is no loss scaling for float16 yet"
-    )
+    return Meant(fault=f"must be float32, bfloat16, float16 or auto, but is {value}")
 
 
 VALUES: dict[str, Translation] = {
@@ -118,9 +116,10 @@ VALUES: dict[str, Translation] = {
 }
 """Flags with a value."""
 
+PRECISIONS = {"--bf16", "--fp16"}
 SWITCHES: dict[str, Translation] = {
     "--bf16": switched(Meant(words=("--dtype", "bf16"))),
-    "--fp16": switched(Meant(fault="must be left out: there is no loss scaling yet; use --bf16")),
+    "--fp16": switched(Meant(words=("--dtype", "fp16"))),
     "--gradient-checkpointing": switched(Meant(words=("--recompute",)), Meant(words=("--no-recompute",))),
     "--tf32": nothing("products of fp32 are as torch has them set; --dtype bf16 is the fast one"),
     "--do-train": nothing("training is what this command does"),
@@ -158,6 +157,7 @@ def translated(line: Sequence[str]) -> Translated:
     words: list[str] = []
     notes: list[str] = []
     spelled: dict[str, str] = {}
+    on: set[str] = set()
     rest = list(line)
     while rest:
         word = rest.pop(0)
@@ -172,6 +172,9 @@ def translated(line: Sequence[str]) -> Translated:
         meant = translate(value)
         if meant.fault:
             raise TrainerFlagError(f"`{flag}` {meant.fault}")
+        on |= {flag} if meant.words else set()
+        if on >= PRECISIONS:
+            raise TrainerFlagError("`--bf16` and `--fp16` must not both be given; leave one out")
         words += meant.words
         notes += [f"{flag}: {meant.note}"] if meant.note else []
         spelled |= {here: name for here in meant.words if here.startswith("--") and here != flag}

@@ -67,7 +67,7 @@ def plan_parser() -> Parser:
     )
     run.add_argument(
         "--dtype",
-        type=one_of(("bf16", "fp32", "fp64")),
+        type=one_of(("bf16", "fp16", "fp32", "fp64")),
         metavar="TYPE",
         default="bf16",
         help="bf16, fp32 or fp64; default: %(default)s",

@@ -52,7 +52,7 @@ def test_ranks_are_threads_under_either_name() -> None:
         (["train", "--gradient_cliping", "1.0"], "_cliping'; --gradient-clipping is --max-grad-norm here"),
         (["train", "--learning_rte", "1"], "there is no option '--learning_rte'; nearest: --learning-rate"),
         (["train", "--lr", "1"], "--lr is --learning-rate here"),
-        (["train", "--dtype", "bf32"], "`--dtype` must be one of fp32, fp64, bf16, but is 'bf32'; nearest: "),
+        (["train", "--dtype", "bf32"], "`--dtype` must be one of fp32, fp64, bf16, fp16, but is 'bf32'; nearest: "),
         (["train", "--steps", "1e3"], "`--steps` must be a whole number, but is '1e3'"),
         (["train", "--steps"], "`--steps` needs a value, but has none"),
         (["train", "--tp", "2", "extra"], "there is nothing that takes 'extra'"),

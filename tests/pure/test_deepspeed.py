@@ -96,7 +96,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_key(values: Any, words: str, 
 
 def test_all_faults_are_told_at_once_and_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
-        settled([read_deepspeed(written(tmp_path, {"fp16": {"enabled": True}, "gradient_cliping": 1}))])
+        settled([read_deepspeed(written(tmp_path, {"amp": {"enabled": True}, "gradient_cliping": 1}))])
     assert str(caught.value).count("\n") == 1
     with pytest.raises(ValueError, match="No such file"):
         read_deepspeed(str(tmp_path / "none.json"))
@@ -136,6 +136,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ("--eval_strategy no", {"eval_batches": 0}),
     ("--eval_strategy steps --eval_steps 4", {"eval_steps": 4}),
     ("--torch_dtype bfloat16", {"dtype": "bf16"}),
+    ("--fp16 --bf16 false", {"dtype": "fp16"}),
+    ("--torch_dtype float16", {"dtype": "fp16"}),
     ("--lr_scheduler_type constant_with_warmup", {"lr_scheduler_type": "constant"}),
     ("--lr_scheduler_type cosine --report_to tensorboard", {"report_to": "tensorboard"}),
     ("--fsdp full_shard,auto_wrap", {"data_parallel": "fsdp"}),
@@ -158,11 +160,11 @@ def test_the_trainers_flags_mean_the_same(line: str, expected: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--fp16", "there is no loss scaling yet; use --bf16"),
+        ("--fp16 --bf16 true", "`--bf16` and `--fp16` must not both be given"),
         ("--optim paged_adamw_8bit", "is paged_adamw_8bit, which is not available"),
         ("--eval_strategy epoch", "must be no or steps"),
         ("--fsdp hybrid_shard", "has hybrid_shard, which is not available"),
-        ("--torch_dtype float16", "there is no loss scaling"),
+        ("--torch_dtype float8", "must be float32, bfloat16, float16 or auto, but is float8"),
         ("--report_to wandb", "--report-to"),
         ("--lora_rank 8", "there is no option"),
     ],

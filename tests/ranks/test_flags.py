@@ -89,6 +89,12 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
 """By flag: what else is given, and what is given beside that for the flag to be seen."""
 
 ELSEWHERE = {
+    "loss_scale": "ranks/test_loss_scale.py::test_a_run_that_overflows_on_and_on_ends_with_the_reason",
+    "initial_scale_power": "ranks/test_loss_scale.py::test_a_run_that_overflows_on_and_on_ends_with_the_reason",
+    "loss_scale_window": "ranks/test_loss_scale.py::test_the_scale_goes_on_where_it_was",
+    "hysteresis": "ranks/test_loss_scale.py::test_one_ranks_overflow_is_all_ranks_and_the_next_step_is_normal",
+    "consecutive_hysteresis": "ranks/test_loss_scale.py::test_fp16_as_people_ask_for_it",
+    "min_loss_scale": "ranks/test_loss_scale.py::test_a_run_that_overflows_on_and_on_ends_with_the_reason",
     "device": "ranks/test_flags.py::test_ranks_wait_as_long_and_train_where_they_are_asked",
     "deterministic": "ranks/test_nccl.py::test_a_replayed_loss_is_exact_only_where_the_same_run_repeats",
     "offload_optimizer": "ranks/test_offload.py::test_offload_optimizer_changes_nothing_on_a_cpu",
