@@ -299,5 +299,6 @@ def _text(value: object, field: str, origin: str) -> str:
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; nearest: {near[0]}" if near else ""
+    begin_so = [one for one in known if one.startswith(name.lower())]
+    near = begin_so or difflib.get_close_matches(name, known, n=1)
+    return f"; nearest: {' or '.join(near)}" if near else ""

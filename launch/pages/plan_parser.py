@@ -70,7 +70,7 @@ def plan_parser() -> Parser:
         type=one_of(("bf16", "fp16", "fp32", "fp64")),
         metavar="TYPE",
         default="bf16",
-        help="bf16, fp32 or fp64; default: %(default)s",
+        help="bf16, fp16, fp32 or fp64; default: %(default)s",
     )
     run.add_argument(
         "--tokens", type=_tokens, help="tokens to train on, such as 300B or 2T: gives days and steps"

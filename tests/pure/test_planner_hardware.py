@@ -150,3 +150,8 @@ def test_a_pipeline_that_waits_is_told_how_not_to() -> None:
     )
     assert "waits about 60% of the step; with 12 microbatches" in str(waiting_text(4, 2))
     assert waiting_text(4, 12) is None and waiting_text(1, 1) is None
+
+
+def test_a_name_that_was_begun_is_completed() -> None:
+    with pytest.raises(ValueError, match=r"but is .H100.; nearest: h100-80g or h100-96g$"):
+        load_hardware("H100")
