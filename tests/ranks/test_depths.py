@@ -129,8 +129,8 @@ def test_a_rank_without_targets_has_a_loss_of_zero() -> None:
     def short(step: TrainingStep) -> None:
         set_batches = step._set_batches
 
-        def cut(batches: list[Batch]) -> Tensor:
-            return set_batches([row_of([2] * (LENGTH // 2), LENGTH) for _ in batches])
+        def cut(batches: list[Batch], loss_scale: float = 1.0) -> Tensor:
+            return set_batches([row_of([2] * (LENGTH // 2), LENGTH) for _ in batches], loss_scale)
 
         step._set_batches = cut  # type: ignore[method-assign, assignment]
 

@@ -94,8 +94,8 @@ def test_a_fault_is_shown_with_the_smallest_run_that_has_it(
     """A planted one: the last stage sums its gradients once too often."""
     synchronize = TrainingStep.accumulate
 
-    def twice(self: TrainingStep, batches: Any) -> Any:
-        result = synchronize(self, batches)
+    def twice(self: TrainingStep, *given: Any) -> Any:
+        result = synchronize(self, *given)
         if self.mesh.pp.rank == self.mesh.pp.size - 1 and self.mesh.pp.size > 1:
             self.mesh.everyone.all_reduce(result[0])
         return result
