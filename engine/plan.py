@@ -76,6 +76,7 @@ class StepPlan:
     skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     seed: of the initial values; None: they are not made, as a trace needs none
     loss_scaling: of fp16, whose overflows leave updates out; None: losses are as they are
+    document_tokens: the mean length of the documents that a trace imagines; None: a row is one. Training has its own
     kernels: what does an operation where it is not torch's own, `norm=compile,attention=flash`
     """
 
@@ -101,6 +102,17 @@ class StepPlan:
     seed: int | None = 0
     loss_scaling: LossScaling | None = None
     kernels: str = ""
+    document_tokens: int | None = None
+
+    @property
+    def documents_a_row(self) -> int:
+        """As many as bring their mean length nearest to `document_tokens`."""
+        return max(1, round(self.sequence_length / (self.document_tokens or self.sequence_length)))
+
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens of a document, rounded: what attention's work for a token grows with."""
+        return round(self.sequence_length / self.documents_a_row)
 
     @property
     def summed(self) -> Precision:

@@ -94,6 +94,7 @@ def _request(options: argparse.Namespace, hardware: Hardware) -> Request:
         seq=options.seq,
         global_batch=options.global_batch,
         dtype=Precision(options.dtype),
+        document_tokens=options.document_tokens,
     )
 
 

@@ -20,7 +20,7 @@ from triaxis.launch.writing import add_overwrite, check_target, written_aside
 from triaxis.models.huggingface.guest import refuse_guest
 from triaxis.parallel.places.topology import Topology
 
-MOST_GPUS, MOST_FACTOR = 1_000_000, 1e6
+MOST_GPUS, MOST_FACTOR, MOST_DOCUMENT_TOKENS = 1_000_000, 1e6, 100_000_000
 
 DESCRIPTION = """What a training run would do on a cluster that you do not have: every rank, message and byte.
 
@@ -38,7 +38,7 @@ class SimulateFlags:
     hardware: str
     network: float | None
     gpus: int | None
-    documents: bool
+    document_tokens: int | None
     straggler: tuple[str, ...]
     slow_link: tuple[str, ...]
     json: bool
@@ -65,7 +65,10 @@ def simulate_parser() -> Parser:
         "--gpus", type=within(whole, 1, MOST_GPUS), help="all of them; dp is what tp × pp leaves"
     )
     group.add_argument(
-        "--documents", action=Claim, help="rows hold several documents, so that attention is masked"
+        "--document-tokens",
+        type=within(whole, 1, MOST_DOCUMENT_TOKENS),
+        metavar="N",
+        help="mean length of the documents packed into rows; default: a row is one",
     )
     for name, what in (
         ("straggler", "its computations take"),
@@ -103,8 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse("simulate", error)
     target = "cuda" if config.device == "cuda" else "cpu"
     plan = replace(
-        step_plan(config, resolved), kernels=""
-    )  # what others' kernels do inside, no trace can count
+        step_plan(config, resolved),
+        document_tokens=flags.document_tokens,
+        kernels="",  # what others' kernels do inside, no trace can count
+    )
     return _run(plan, resolved.topology, hardware, flags, target, slower, links)
 
 
@@ -157,7 +162,6 @@ def _run(
             plan,
             topology,
             hardware,
-            documents=flags.documents,
             target=target,
             slower=slower,
             links=links,
@@ -175,7 +179,7 @@ def _run(
         with written_aside(flags.report, "report", overwrite=flags.overwrite) as draft:
             write_report(values, draft)
     if not simulation.proof.holds:
-        print(smallest_fault(plan, topology, documents=flags.documents) or "", file=sys.stderr, flush=True)
+        print(smallest_fault(plan, topology) or "", file=sys.stderr, flush=True)
     if flags.json:
         print(json.dumps(values))
     else:

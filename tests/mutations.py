@@ -20,11 +20,10 @@ LENGTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A layout and what it trains. documents: rows hold several, so that attention is masked."""
+    """A layout and what it trains."""
 
     plan: StepPlan
     topology: Topology
-    documents: bool = False
 
     def __str__(self) -> str:
         plan, topology, model = self.plan, self.topology, self.plan.model
@@ -34,7 +33,7 @@ class Case:
         parts += (
             ["recompute"] * plan.recompute.repeats_layers
             + ["tied"] * model.tied
-            + ["documents"] * self.documents
+            + ["documents"] * (plan.documents_a_row > 1)
         )
         fields = fields_of(model)
         parts += ["biases"] * fields.attention_bias + ["qk_norm"] * fields.qk_norm
@@ -80,7 +79,8 @@ def draw_case(draw: random.Random, *, ranks: int = 8, microbatches: int = 5) -> 
     )
     order = draw.choice(["tp-pp-dp", "tp-dp-pp", "pp-tp-dp", "dp-pp-tp"])
     topology = Topology(tp=tp, pp=pp, dp=dp, order=order)
-    return Case(plan=plan, topology=topology, documents=draw.random() < 0.3)
+    documents = draw.choice([1, 1, 1, 2, 3])
+    return Case(plan=replace(plan, document_tokens=LENGTH // documents), topology=topology)
 
 
 def resolve(cluster: Cluster) -> Cluster:

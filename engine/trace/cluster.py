@@ -41,7 +41,6 @@ def trace_cluster(
     plan: StepPlan,
     topology: Topology,
     *,
-    documents: bool = False,
     every_rank: bool = False,
     repeat: bool = True,
     target: str = "cpu",
@@ -60,9 +59,7 @@ def trace_cluster(
     for done, rank in enumerate(chosen):
         if progress is not None:
             progress(done, len(chosen))
-        traced[rank] = trace_rank(
-            plan, topology, rank, repeat=repeat, documents=documents, known=known, target=target
-        )
+        traced[rank] = trace_rank(plan, topology, rank, repeat=repeat, known=known, target=target)
     if progress is not None:
         progress(len(chosen), len(chosen))
     groups = traced[chosen[0]].partitions

@@ -230,7 +230,7 @@ def _run(
         world,
         dry=True,
         repeat=False,
-        batches=imagined_batches(plan, documents=False),
+        batches=imagined_batches(plan),
         known=known,
         watch=watch,
         updates=updates,

@@ -258,21 +258,31 @@ def gradient_rules(step: TrainingStep) -> tuple[GradientRule, ...]:
     )
 
 
-def imagined_batches(plan: StepPlan, documents: bool) -> Sequence[Batch]:
-    """Batches of the right shape. documents: rows hold two, of half their length each."""
+def imagined_batches(plan: StepPlan) -> Sequence[Batch]:
+    """Batches of the right shape, with `plan.documents_a_row` documents in a row, of one length to within a token."""
     shape = plan.microbatch_size, plan.sequence_length
-    rows = range(0, plan.microbatch_size * plan.sequence_length, plan.sequence_length)
-    halves = sorted({border for row in rows for border in (row, row + plan.sequence_length // 2)})
-    borders = (*halves, plan.microbatch_size * plan.sequence_length)
-    packed = Documents(borders=borders, starts=torch.empty(len(borders), dtype=torch.int32))
 
     def ids() -> Tensor:
         return torch.empty(shape, dtype=torch.int64)
 
+    documents = _imagined_documents(plan) if plan.documents_a_row > 1 else None
     return [
-        Batch(tokens_BL=ids(), labels_BL=ids(), positions_BL=ids(), documents=packed if documents else None)
+        Batch(tokens_BL=ids(), labels_BL=ids(), positions_BL=ids(), documents=documents)
         for _ in range(plan.microbatches)
     ]
+
+
+def _imagined_documents(plan: StepPlan) -> Documents:
+    """Those of all rows, the longer ones first, so that more rows are longer operations and not more of them.
+
+    Example: two rows of 5 tokens with two documents each: borders 0 3 6 8 10.
+    """
+    short, longer = divmod(plan.sequence_length, plan.documents_a_row)
+    lengths = [short + 1] * longer + [short] * (plan.documents_a_row - longer)
+    borders = tuple(
+        accumulate((length for length in lengths for _ in range(plan.microbatch_size)), initial=0)
+    )
+    return Documents(borders=borders, starts=torch.empty(len(borders), dtype=torch.int32))
 
 
 def _no_values(layout: ParameterLayout, run: Tensor, first: int) -> None:
@@ -367,7 +377,6 @@ def trace_rank(
     rank: int,
     *,
     repeat: bool = True,
-    documents: bool = False,
     known: Known | None = None,
     target: str = "cpu",
 ) -> TracedRank:
@@ -383,7 +392,7 @@ def trace_rank(
         world,
         dry=True,
         repeat=repeat,
-        batches=imagined_batches(plan, documents),
+        batches=imagined_batches(plan),
         known=known,
     )
     return TracedRank(

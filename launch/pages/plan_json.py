@@ -21,7 +21,7 @@ def mfu(candidate: Candidate) -> float:
     """Model FLOPs over the accelerators' peak (causal attention counted by half, recompute not counted)."""
     layout = candidate.layout
     plan = layout.plan
-    flops = plan.model.flops_per_token(plan.sequence_length)
+    flops = plan.model.flops_per_token(plan.attended_tokens)
     return flops * candidate.time.tokens_per_s_per_gpu / layout.hardware.peak(plan.dtype)
 
 
@@ -96,6 +96,7 @@ def plan_json(
             "hardware": request.hardware.name,
             "memory_bytes": request.hardware.memory_bytes,
             "seq": request.seq,
+            "document_tokens": request.document_tokens,
             "global_batch": request.global_batch,
             "dtype": request.dtype,
         },

@@ -39,7 +39,8 @@ def plan_parser() -> Parser:
     what.add_argument("--presets", action=Claim, help="the models and accelerators that have a name")
     run = parser.add_argument_group("the run")
     run.add_argument(
-        "--model", help="a preset, 1.8B, 7B, 13B, 70B or 671B, or a .toml or .json file of model fields"
+        "--model",
+        help="a preset, 1.8B, 7B, 13B, 70B or 671B, a .toml or .json file of model fields, or a Hugging Face folder",
     )
     run.add_argument("--gpus", type=within(whole, 1, MOST_GPUS), help="how many")
     run.add_argument(
@@ -58,6 +59,12 @@ def plan_parser() -> Parser:
         type=within(whole, 1, MOST_TOKENS),
         default=4096,
         help="tokens in a sequence (default: %(default)s)",
+    )
+    run.add_argument(
+        "--document-tokens",
+        type=within(whole, 1, MOST_TOKENS),
+        metavar="N",
+        help="mean length of the documents packed into a sequence; default: it is one",
     )
     run.add_argument(
         "--global-batch",

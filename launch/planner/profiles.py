@@ -104,7 +104,7 @@ def state_bytes(plan: StepPlan) -> States:
 
 def _updated(plan: StepPlan) -> StepPlan:
     """A step with the plan's update, of a small model: whose elements they are makes no difference."""
-    small = replace(_told(plan), model=load_config(_SMALL), sequence_length=1)
+    small = replace(_told(plan), model=load_config(_SMALL), sequence_length=1, document_tokens=None)
     return replace(small, recompute=Recompute.NONE, sequence_parallel=False)
 
 
@@ -133,6 +133,7 @@ def _told(plan: StepPlan) -> StepPlan:
         max_grad_norm=plan.max_grad_norm,
         rule=plan.rule,
         seed=None,
+        document_tokens=plan.document_tokens,
     )
 
 
@@ -192,6 +193,7 @@ def _ends(plan: StepPlan, tokens: int, tp: int, further: bool) -> Parts:
     longest = max(plan.model.max_positions, tokens)
     model = replace(plan.model, layers=1, leading=(), repeating=(kind,), max_positions=longest)
     ends = replace(plan, model=model, sequence_length=tokens, microbatch_size=1, recompute=Recompute.NONE)
+    ends = replace(ends, document_tokens=None)  # they attend to nothing
     return _parts(ends, tp, further)
 
 

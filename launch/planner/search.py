@@ -34,6 +34,7 @@ class Request:
     """What is asked: train `model` on `gpus` of `hardware`.
 
     name: the model as --model takes it; seq: tokens a sequence; global_batch: sequences a step
+    document_tokens: of a document on average; None: a sequence is one
     """
 
     model: ModelConfig
@@ -43,6 +44,7 @@ class Request:
     seq: int
     global_batch: int
     dtype: Precision = Precision.BF16
+    document_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +276,7 @@ def candidates(
                     recompute=recompute,
                     zero=zero,
                     dtype=request.dtype,
+                    document_tokens=request.document_tokens,
                 )
                 layout = Layout(plan=plan, topology=topology, hardware=request.hardware)
                 candidate = Candidate(layout=layout, memory=memory(layout))

@@ -99,6 +99,8 @@ def as_dict(simulation: Simulation) -> dict[str, Any]:
             "microbatch_size": plan.microbatch_size,
             "global_batch": _global_batch(simulation),
             "sequence_length": plan.sequence_length,
+            "document_tokens": plan.document_tokens,
+            "documents_a_row": plan.documents_a_row,
             "sp": plan.sequence_parallel,
             "recompute": plan.recompute.repeats_layers,
             "disturbed": {
@@ -151,7 +153,7 @@ def _time(simulation: Simulation) -> dict[str, Any] | None:
         return None
     world_size = topology.world_size
     tokens = _global_batch(simulation) * plan.sequence_length
-    per_token = plan.model.flops_per_token(plan.sequence_length)
+    per_token = plan.model.flops_per_token(plan.attended_tokens)
     peak = simulation.hardware.peak_flops.get(plan.dtype, max(simulation.hardware.peak_flops.values()))
     whole = timeline.seconds * world_size * peak
     busiest = max(timeline.rows, key=lambda row: row.busy)

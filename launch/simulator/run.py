@@ -23,7 +23,6 @@ def simulate_run(
     topology: Topology,
     hardware: Hardware,
     *,
-    documents: bool = False,
     target: str = "cpu",
     slower: Mapping[int, float] | None = None,
     links: Mapping[int, float] | None = None,
@@ -33,20 +32,18 @@ def simulate_run(
 
     target: "cuda" for the path that a GPU takes through layers, "cpu" for the one that was measured here
     """
-    cluster = trace_cluster(plan, topology, documents=documents, target=target, progress=progress)
+    cluster = trace_cluster(plan, topology, target=target, progress=progress)
     disturbance = Disturbance(slower=slower or {}, links=links or {})
     return price(plan, topology, cluster, prove(cluster), hardware, disturbance)
 
 
-def smallest_fault(plan: StepPlan, topology: Topology, *, documents: bool = False) -> Smallest | None:
+def smallest_fault(plan: StepPlan, topology: Topology) -> Smallest | None:
     """The fewest stages and microbatches that still break the proof, with as many layers as stages need."""
     chunks = plan.virtual_stages
 
     def build(pp: int, microbatches: int) -> Cluster:
         model = replace(plan.model, layers=pp * chunks)
         small = replace(plan, model=model, microbatches=microbatches)
-        return trace_cluster(
-            small, replace(topology, pp=pp, dp=min(topology.dp, 2)), documents=documents, repeat=False
-        )
+        return trace_cluster(small, replace(topology, pp=pp, dp=min(topology.dp, 2)), repeat=False)
 
     return smallest(build, topology.pp, min(plan.microbatches, MOST_MICROBATCHES))

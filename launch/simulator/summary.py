@@ -45,6 +45,7 @@ def print_summary(values: Mapping[str, Any], trace: Path | None, report: Path | 
         f"(dp {topology['dp']} × tp {topology['tp']} × pp {topology['pp']}), ZeRO-{run['zero']}, {run['dtype']}, "
         f"{run['schedule']}, {counted(run['microbatches'], 'microbatch', 'microbatches')} of "
         f"{run['microbatch_size']} × {run['sequence_length']} tokens"
+        + (f" in {run['documents_a_row']} documents each" if run["documents_a_row"] > 1 else "")
     )
     if not proof["holds"]:
         console.print("[red]the ranks' programs do not fit together:[/red]")
@@ -77,7 +78,8 @@ def _print_memory(console: Console, values: Mapping[str, Any]) -> None:
         console.print(
             f"what fits: triaxis plan --model {run['model']} --gpus {topology['world_size']} "
             f"--hardware {hardware['name']} --seq {run['sequence_length']} --global-batch {run['global_batch']} "
-            f"--dtype {run['dtype']}",
+            f"--dtype {run['dtype']}"
+            + (f" --document-tokens {run['document_tokens']}" if run["document_tokens"] else ""),
             markup=False,
         )
     table = Table("rank", "peak GB", "reserved GB", "at", "made of (GB)", box=None, pad_edge=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -33,9 +33,16 @@ class Documents:
         """Tokens of the longest document."""
         return max(stop - start for start, stop in pairwise(self.borders))
 
-    def spans(self) -> Iterator[slice]:
-        """The tokens of each document."""
-        return (slice(start, stop) for start, stop in pairwise(self.borders))
+    def runs(self) -> Iterator[tuple[slice, int]]:
+        """Documents of one length behind each other: their tokens together, and how many they are.
+
+        Example: borders 0 2 4 7 are runs of two documents, [0, 4), and of one, [4, 7).
+        """
+        start = 0
+        for length, alike in groupby(stop - start for start, stop in pairwise(self.borders)):
+            count = len(list(alike))
+            yield slice(start, start + length * count), count
+            start += length * count
 
     def to(self, device: torch.device) -> Documents:
         if device.type != "cuda":
@@ -90,13 +97,15 @@ def attend_masked(
     return mixed_BHLD.transpose(1, 2).flatten(0, 1)
 
 
-def _heads_first(part_lHD: Tensor) -> Tensor:
-    """[l, H, D] → [1, H, l, D], as kernels read it; a view."""
-    return part_lHD.transpose(0, 1).unsqueeze(0)
+def _heads_first(part_THD: Tensor, run: tuple[slice, int]) -> Tensor:
+    """[T, H, D] → [documents, H, l, D], a run of documents as kernels read it; a view."""
+    tokens, documents = run
+    of_each = part_THD[tokens]
+    return of_each.view(documents, -1, *of_each.shape[1:]).transpose(1, 2)
 
 
 class _DocumentsOnCpu(Function):
-    """A call of PyTorch's flash attention for each document, written into one output.
+    """A call of PyTorch's flash attention for each run of documents of one length, written into one output.
 
     `F.scaled_dot_product_attention` on slices would keep each document's output beside the whole one, and add a
     gradient as large as the whole for each.
@@ -108,10 +117,10 @@ class _DocumentsOnCpu(Function):
     ) -> Tensor:
         mixed_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         sums = []
-        for span in documents.spans():
-            parts = (_heads_first(part[span]) for part in (query_THD, key_TKD, value_TKD))
+        for run in documents.runs():
+            parts = (_heads_first(part, run) for part in (query_THD, key_TKD, value_TKD))
             mixed, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True)
-            _heads_first(mixed_THD[span]).copy_(mixed)
+            _heads_first(mixed_THD, run).copy_(mixed)
             sums.append(lse)
         ctx.save_for_backward(query_THD, key_TKD, value_TKD, mixed_THD, *sums)
         ctx.documents = documents
@@ -124,15 +133,13 @@ class _DocumentsOnCpu(Function):
             torch.empty_like(part, memory_format=torch.contiguous_format)
             for part in (query_THD, key_TKD, value_TKD)
         ]
-        for span, lse in zip(ctx.documents.spans(), sums, strict=True):
-            parts = (
-                _heads_first(part[span]) for part in (grads[0], query_THD, key_TKD, value_TKD, mixed_THD)
-            )
+        for run, lse in zip(ctx.documents.runs(), sums, strict=True):
+            parts = (_heads_first(part, run) for part in (grads[0], query_THD, key_TKD, value_TKD, mixed_THD))
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *parts, lse, 0.0, True
             )
             for whole, part in zip(made, found, strict=True):
-                _heads_first(whole[span]).copy_(part)
+                _heads_first(whole, run).copy_(part)
         return (*made, None)
 
 
@@ -142,6 +149,8 @@ def attend_on_cpu(
     """Time grows with the sum of the documents' squared lengths."""
     if documents is None:
         return attend_rows(query_THD, key_TKD, value_TKD, rows)
+    if len(list(documents.runs())) == 1:  # nothing to put together: no copy
+        return attend_rows(query_THD, key_TKD, value_TKD, len(documents.borders) - 1)
     return _DocumentsOnCpu.apply(  # type: ignore[no-any-return, no-untyped-call]
         query_THD, key_TKD, value_TKD, documents
     )

@@ -57,6 +57,7 @@ def plan_of(row: Row, dtype: str) -> StepPlan:
         sequence_length=LENGTH,
         dtype=Precision(dtype),
         rule=UpdateRule(**row.rule),
+        document_tokens=LENGTH // 2 if row.documents else None,
         **{name: PLANNED[name](value) if name in PLANNED else value for name, value in row.plan.items()},
     )
 
@@ -139,7 +140,7 @@ def ranks(cluster: Cluster, group: str, rank: int) -> str:
 
 def programs_of(row: Row) -> list[RankProgram]:
     topology = topology_of(row)
-    cluster = trace_cluster(plan_of(row, row.dtypes[0]), topology, documents=row.documents)
+    cluster = trace_cluster(plan_of(row, row.dtypes[0]), topology)
     return [rank_program(cluster, rank) for rank in range(topology.world_size)]
 
 

@@ -59,6 +59,7 @@ class Row:
             zero=self.zero,
             sequence_parallel=self.sequence_parallel,
             seed=None,
+            document_tokens=LENGTH // 2 if self.documents else None,
         )
 
 
@@ -76,9 +77,7 @@ EACH_ROW = pytest.mark.parametrize("row", ROWS, ids=str)
 @cache
 def traced(row: Row) -> tuple[TracedRank, Known]:
     known = Known()
-    found = trace_rank(
-        row.plan(), row.topology, row.rank, documents=row.documents, known=known, target="cuda"
-    )
+    found = trace_rank(row.plan(), row.topology, row.rank, known=known, target="cuda")
     return found, known
 
 
@@ -169,7 +168,7 @@ def test_a_read_that_is_planted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return made * float(made.detach().view(-1)[0])
 
     monkeypatch.setattr(Block, "forward", reading)
-    found = trace_rank(row.plan(), row.topology, 0, documents=True, target="cuda")
+    found = trace_rank(row.plan(), row.topology, 0, target="cuda")
     reads = [label for label, what in found.host_reads if what == "_local_scalar_dense"]
     assert len(reads) >= 32
     assert UPDATE not in reads
@@ -179,12 +178,9 @@ def test_a_read_that_is_planted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_whole_cluster_is_proved_and_priced_on_that_path() -> None:
     row = Row(topology=Topology(tp=2, pp=2, dp=2), sequence_parallel=True)
     plan = row.plan()
-    assert not prove(trace_cluster(plan, row.topology, documents=True, target="cuda")).faults
+    assert not prove(trace_cluster(plan, row.topology, target="cuda")).faults
     hardware = load_hardware("h100-80g")
-    on_cpu, on_gpu = (
-        simulate_run(plan, row.topology, hardware, target=target, documents=True)
-        for target in ("cpu", "cuda")
-    )
+    on_cpu, on_gpu = (simulate_run(plan, row.topology, hardware, target=target) for target in ("cpu", "cuda"))
     assert on_gpu.timeline is not None
     assert on_cpu.timeline is not None
     assert on_gpu.timeline.seconds < on_cpu.timeline.seconds

@@ -27,6 +27,12 @@ def test_borders_are_where_numbers_change_and_where_rows_begin() -> None:
     assert documents_of(numbers).borders == (0, 2, 3, 6, 7, 8, 9)
     assert documents_of(numbers[1:2]).borders == (0, 3)
     assert documents_of(numbers).longest() == 3
+    assert list(documents_of(numbers).runs()) == [
+        (slice(0, 2), 1),
+        (slice(2, 3), 1),
+        (slice(3, 6), 1),
+        (slice(6, 9), 3),
+    ]
 
 
 def attended(
@@ -44,7 +50,10 @@ def attended(
     return mixed_THD.detach(), leaf_TO.grad
 
 
-@pytest.mark.parametrize("borders", [(0, 5, 6, 20, 40), (0, 20, 33, 40), (0, 20, 40), tuple(range(41))])
+@pytest.mark.parametrize(
+    "borders",
+    [(0, 5, 6, 20, 40), (0, 20, 33, 40), (0, 20, 40), (0, 10, 20, 25, 30, 35, 40), tuple(range(41))],
+)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("attend", [attend_on_cpu, attend_by_document])
 def test_documents_are_attended_as_under_a_mask(

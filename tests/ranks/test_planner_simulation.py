@@ -173,6 +173,34 @@ def test_large_models_agree(name: str, axes: dict[str, int], settings: dict[str,
     assert abs(found.memory) < MEMORY_TOLERANCE and abs(found.time) < TIME_TOLERANCE, described(found)
 
 
+def packed(document_tokens: int | None, microbatch_size: int = 3) -> Layout:
+    plan = StepPlan(
+        model=draw_model(random.Random(3)),
+        microbatch_size=microbatch_size,
+        microbatches=4,
+        sequence_length=2048,
+        document_tokens=document_tokens,
+        sequence_parallel=True,
+        zero=1,
+        dtype=Precision.BF16,
+    )
+    return Layout(plan=plan, topology=Topology(dp=2, tp=2, pp=2), hardware=load_hardware("h100-80g"))
+
+
+@pytest.mark.parametrize("document_tokens", [256, 300])
+def test_rows_of_documents_agree(document_tokens: int) -> None:  # N74
+    """300 do not fit evenly: seven documents a row, of two lengths."""
+    found = compare(packed(document_tokens))
+    assert abs(found.memory) < MEMORY_TOLERANCE and abs(found.time) < TIME_TOLERANCE, described(found)
+
+
+def test_shorter_documents_cost_less_time_and_no_memory() -> None:  # N74
+    whole, halves, eighths = (packed(length) for length in (None, 1024, 256))
+    assert step_time(whole).seconds > step_time(halves).seconds > step_time(eighths).seconds
+    assert memory(eighths).allocated <= memory(whole).allocated
+    assert step_time(packed(5000)).seconds == step_time(whole).seconds
+
+
 def test_a_large_table_takes_new_buffers_in_later_passes() -> None:
     """Interleaved and sharded, the third pass through the embedding is the highest; found among random layouts."""
     rng = random.Random(0)

@@ -59,7 +59,7 @@ def drawing() -> random.Random:
 
 
 def cluster_of(case: Case) -> Cluster:
-    return trace_cluster(case.plan, case.topology, documents=case.documents)
+    return trace_cluster(case.plan, case.topology)
 
 
 def test_correct_layouts_raise_no_alarm() -> None:

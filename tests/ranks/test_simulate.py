@@ -6,13 +6,16 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from tests.yardstick import yardsticks
 from triaxis.engine.step import TrainingStep
+from triaxis.launch.plan import main as plan
 from triaxis.launch.simulate import main
 from triaxis.launch.simulator.memory import CachingAllocator, memory_use, reserved_bytes
 from triaxis.models.presets import load_config
@@ -46,6 +49,28 @@ def test_the_answer_for_people_and_for_programs(tmp_path: Path, capsys: pytest.C
         assert sum(entry["breakdown"].values()) == entry["peak_bytes"] <= entry["reserved_bytes"]
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     assert "<html" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_a_hugging_face_folder_with_documents_is_planned_and_simulated_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # N74
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaConfig(**sizes, vocab_size=509, max_position_embeddings=1024).save_pretrained(tmp_path)
+
+    def said(command: Callable[[list[str]], int], *flags: str) -> dict[str, Any]:
+        assert command(["--json", "--gpus", "4", "--seq", "1024", "--global-batch", "8", *flags]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    for model in (str(tmp_path), str(tmp_path / "config.json")):
+        asked = ["--model", model, "--document-tokens", "128"]
+        best = said(plan, *asked)["best"]
+        layout = [text for axis in ("dp", "tp", "pp", "zero") for text in (f"--{axis}", str(best[axis]))]
+        layout += ["--per-device-train-batch-size", str(best["microbatch"]), "--dtype", "bf16"]
+        packed, whole = said(main, *asked, *layout), said(main, *asked[:2], *layout)
+        assert packed["run"]["documents_a_row"] == 8
+        assert packed["time"]["step_seconds"] == pytest.approx(best["step_seconds"], rel=0.05)
+        assert packed["time"]["model_flops_per_token"] < whole["time"]["model_flops_per_token"]
 
 
 def test_recompute_costs_hardware_flops_and_saves_activations(

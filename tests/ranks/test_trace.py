@@ -45,17 +45,17 @@ def row(
     dp: int = 1,
     order: str = "tp-pp-dp",
     tied: bool = False,
-    documents: bool = False,
+    documents: int = 1,
     virtual_stages: int = 1,
     **plan: object,
 ) -> Case:
     """One layout under test, with two microbatches of one sequence unless `plan` says otherwise."""
     fields = {"microbatch_size": 1, "microbatches": 2, "sequence_length": 16, "bucket_elements": 3000} | plan
+    fields["document_tokens"] = 16 // documents
     model = replace(MODEL, layers=max(2, pp * virtual_stages), tied=tied)
     return Case(
         plan=StepPlan(model=model, virtual_stages=virtual_stages, **fields),  # type: ignore[arg-type]
         topology=Topology(tp=tp, pp=pp, dp=dp, order=order),
-        documents=documents,
     )
 
 
@@ -64,11 +64,11 @@ FOUR_RANKS = [
     row(dp=4, zero=1, dtype="bf16"),
     row(dp=4, zero=2, microbatches=5, bucket_elements=1 << 20),
     row(dp=4, zero=3, recompute=Recompute.FULL, dtype="bf16"),
-    row(tp=4, sequence_parallel=True, schedule="gpipe", documents=True),
+    row(tp=4, sequence_parallel=True, schedule="gpipe", documents=2),
     row(tp=4, recompute=Recompute.FULL, dtype="fp64"),
     row(pp=4, schedule="1f1b", tied=True, microbatches=5),
     row(pp=4, schedule="gpipe", microbatches=1),
-    row(tp=2, dp=2, zero=1, sequence_parallel=True, documents=True),
+    row(tp=2, dp=2, zero=1, sequence_parallel=True, documents=2),
     row(tp=2, dp=2, zero=2, sequence_parallel=True, order="dp-pp-tp"),
     row(tp=2, dp=2, zero=3, sequence_parallel=True, recompute=Recompute.FULL),
     row(pp=2, dp=2, zero=0, schedule="1f1b", recompute=Recompute.FULL),
@@ -85,14 +85,14 @@ FOUR_RANKS = [
         virtual_stages=2,
     ),
     row(pp=4, schedule="zb-h1", tied=True, microbatches=6),
-    row(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", documents=True, dtype="bf16"),
+    row(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", documents=3, dtype="bf16"),
     row(pp=2, dp=2, zero=2, schedule="zb-h1", tied=True, microbatches=5),
     row(pp=2, dp=2, zero=3, schedule="zb-h1", recompute=Recompute.FULL, microbatches=5),
 ]
 EIGHT_RANKS = [
     row(tp=2, pp=2, dp=2, zero=1, sequence_parallel=True, tied=True, microbatches=5),
     row(tp=2, pp=2, dp=2, zero=3, sequence_parallel=True, recompute=Recompute.FULL, order="pp-tp-dp"),
-    row(tp=4, dp=2, zero=2, schedule="gpipe", documents=True),
+    row(tp=4, dp=2, zero=2, schedule="gpipe", documents=2),
     row(pp=2, dp=4, zero=3, microbatches=2, schedule="interleaved", virtual_stages=2),
 ]
 
@@ -105,9 +105,7 @@ def drawn(count: int, **bounds: int) -> Iterator[Case]:
 
 
 def cluster_of(case: Case, *, every_rank: bool = False, repeat: bool = True) -> Cluster:
-    return trace_cluster(
-        case.plan, case.topology, documents=case.documents, every_rank=every_rank, repeat=repeat
-    )
+    return trace_cluster(case.plan, case.topology, every_rank=every_rank, repeat=repeat)
 
 
 def real_batches(case: Case, replica: int) -> list[Batch]:
@@ -115,7 +113,7 @@ def real_batches(case: Case, replica: int) -> list[Batch]:
     plan = case.plan
     rows = sequences(replica, plan.microbatches, plan.model.vocab_size)
     assert plan.microbatch_size == 1 and plan.sequence_length == rows[0].tokens_BL.shape[1]
-    documents = imagined_batches(plan, case.documents)[0].documents
+    documents = imagined_batches(plan)[0].documents
     return [replace(row, documents=documents) for row in rows]
 
 
