@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import run  # noqa: E402
+from benchmarks import corpus, packed, run  # noqa: E402
 from benchmarks.cases import LAYOUTS, SIZES, Case, Layout, parse_layout  # noqa: E402
 from benchmarks.report import QUANTITIES, Rounds, case_report, case_table, draw, ratios  # noqa: E402
 from benchmarks.stacks import STACKS, Measurement, Stack  # noqa: E402
@@ -92,6 +92,25 @@ def test_a_missing_peer_is_explained(tmp_path: Path) -> None:
     assert "does not start" in reason
     assert run.find_python("native", ["native=/x"], {}) == "/x"
     assert run.find_python("native", [], {"TRIAXIS_PEER_PYTHON_NATIVE": "/y"}) == "/y"
+
+
+def test_packed_and_unpacked_rows_are_the_same_work() -> None:  # N74
+    """Each kind trains as many tokens of 2,048 a row, in documents of the lengths that it says."""
+    whole, equal, unequal, apart = (
+        packed.make_batch(packed.make_plan(16, 1, 2, kind), lengths) for kind, lengths in packed.KINDS.items()
+    )
+    assert whole.tokens_BL.shape == equal.tokens_BL.shape == unequal.tokens_BL.shape == (2, 2048)
+    assert apart.tokens_BL.shape == (16, 256)
+    assert whole.documents is None and apart.documents is None
+    assert equal.documents is not None and equal.documents.borders == tuple(range(0, 4097, 256))
+    assert unequal.documents is not None and unequal.documents.longest() == max(packed.UNEVEN)
+    assert equal.trained_tokens() == unequal.trained_tokens() == apart.trained_tokens() == 4096 - 16
+
+
+def test_the_texts_of_a_corpus_are_as_large_as_asked(tmp_path: Path) -> None:
+    path = corpus.write_texts(tmp_path / "x.jsonl", 1)
+    lines = path.read_text().splitlines()
+    assert 2**20 <= path.stat().st_size < 2**20 + 2000 and len(set(lines)) == len(lines)
 
 
 @pytest.mark.processes
