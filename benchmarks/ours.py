@@ -44,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     defaults |= {"vocab": 512, "seq": 128, "mbs": 2, "microbatches": 8, "steps": 10, "warmup": 2}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--transport", choices=("auto", "gloo"), default="auto", help="how ranks talk (auto)")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument("--json", type=Path, help="also append the line here")
     parser.add_argument("--profile", type=Path, help="write rank 0's operators of one more step here")
@@ -153,6 +154,7 @@ def main() -> None:
         local_rank=int(os.environ["LOCAL_RANK"]),
         timeout_seconds=300,
         device="cpu",
+        transport=arguments.transport,
     )
     mesh = build_mesh(world, Topology(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp))
     step = TrainingStep(make_plan(arguments), mesh)

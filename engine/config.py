@@ -100,6 +100,7 @@ class RunConfig:
     max_grad_norm: float = 1.0
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    transport: Literal["auto", "gloo"] = "auto"
     deterministic: bool = False
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     accumulate_dtype: Literal["auto", "fp32", "bf16"] = "auto"

@@ -149,6 +149,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "offload_param": "The same of ZeRO-3's parameters.",
         "device": "Where to train, or (in a simulation) whose path to take; auto is a GPU where there is one, and "
         "all ranks must have found the same.",
+        "transport": "How ranks on CPUs talk: auto lets those of one machine read each other's memory; gloo sends all "
+        "over sockets.",
         "deterministic": "The same run gives the same bits each time on GPUs too, where it then is slower; on CPUs it "
         "always does.",
         "recompute": "Run each block's forward again in backward, instead of keeping its activations.",

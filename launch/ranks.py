@@ -68,6 +68,7 @@ def run_processes(config: RunConfig, resolved: ResolvedRun, launch: Launch) -> i
             operation_seconds=max(config.timeout_seconds, config.hang_timeout + PATIENCE_SECONDS),
             setup_seconds=STORAGE_PATIENCE * config.hang_timeout + PATIENCE_SECONDS,
             device=config.device,
+            transport=config.transport,
             address=_address(launch),
             start=launch.run_id,
         )

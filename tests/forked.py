@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from tests.patience import NEVER_SECONDS, PATIENCE_SECONDS
+from triaxis.parallel.worlds.device import Transport
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.process import open_process_world
 
 
-def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list[Any]:
+def run_processes(
+    size: int, folder: Path, main: Callable[[World], Any], *, transport: Transport = "auto"
+) -> list[Any]:
     """What `main` returned, or the text of what it raised, by rank; None for a rank that was killed."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
@@ -35,6 +38,7 @@ def run_processes(size: int, folder: Path, main: Callable[[World], Any]) -> list
                 timeout_seconds=NEVER_SECONDS,
                 init_method=f"file://{folder}/store",
                 device="cpu",
+                transport=transport,
             )
             result: Any = main(world)
             world.close()

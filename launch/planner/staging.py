@@ -1,17 +1,15 @@
-"""What Gloo's messages hold on CPUs besides tensors of the step: copies of gradient buckets whose sums are under way.
+"""What a rank's process holds on a CPU besides tensors of the step: what it and its neighbours give each other.
 
-The process world composes two collectives of what Gloo has: an all-reduce of two ranks receives the other's
-tensor beside its own, a reduce-scatter the others' shares beside the whole, and adds them to a new shard when it is
-over. They come when a layer's gradients are whole, as activations go: what a step holds at most is the larger of its
-beginning of backward (held.py) and of the moments when buckets are reduced. Pages that nobody has written take
-nothing, so a new buffer of gradients does not count at the beginning of backward.
+Ranks of one machine read each other's arenas (parallel/worlds/shared_memory.py), whose regions are kept: a process has
+in memory what it gave and what it has read, of the largest collectives that can be under way at once. Besides, what a
+step holds at most is the larger of its beginning of backward (held.py) and of the moments when buckets are reduced.
+Pages that nobody has written take nothing, so a new buffer of gradients does not count at the beginning of backward.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Final
 
 from triaxis.launch.planner.chunks import PIECES, Bucket, Chunk, unit_of
@@ -21,17 +19,18 @@ from triaxis.launch.planner.profiles import Profile, apart, profile
 from triaxis.parallel.replicas.cut import Sharding
 from triaxis.parallel.replicas.limits import REDUCTIONS_UNDER_WAY
 from triaxis.parallel.replicas.reductions import ReductionQueue
+from triaxis.parallel.worlds.communicators import UNDER_WAY
 
-EXCHANGING_RANKS: Final = 2
-"""Groups whose all-reduce is an exchange; Gloo's own, of more ranks, works in pieces."""
 OWN_MAPPING_BYTES: Final = 1 << 20
 """Tensors from here on are given back when they are freed (engine/run/peak.py); smaller ones stay in the heap."""
+KEPT_REGIONS: Final = 2
+"""Of one size in a group whose members wait for each other: one is read while the next is written."""
 
 
 def process_bytes(
     layout: Layout, stage: int, chunks: Sequence[Chunk], *, states: float, allocated: float
 ) -> float:
-    """What a rank's process holds on a CPU besides the `allocated` bytes of tensors: its context and Gloo's copies."""
+    """What a rank's process holds on a CPU besides the `allocated` bytes of tensors: its context, arenas, sums."""
     context = layout.hardware.context_bytes
     assert context is not None, "measured by doctor, on CPUs"
     plan = layout.plan
@@ -39,22 +38,35 @@ def process_bytes(
     # products of 16 bits are made in fp32: the head's gradient is the largest
     narrow = plan.dtype.element_bytes == 2 and stage == layout.pp - 1
     wide = 4 * plan.model.embedding_parameters() / layout.tp if narrow else 0.0
-    return context + max(wide, states + _staged_bytes(layout, chunks, prices) - allocated)
+    staged = states + _staged_bytes(layout, chunks, prices) - allocated
+    return context + max(wide, staged) + _arena_bytes(layout, chunks, prices)
+
+
+def _arena_bytes(layout: Layout, chunks: Sequence[Chunk], prices: Profile) -> float:
+    """Regions that this rank has written to, and those of others that it has read."""
+    plan, shards = layout.plan, layout.dp
+    passed = KEPT_REGIONS * layout.tp * prices.hidden_bytes if layout.tp > 1 else 0.0
+    if shards == 1:
+        return passed
+    sharding = Sharding.of(layout.zero, shards)
+    elements = [bucket.elements for chunk in chunks for bucket in chunk.completions]
+    most = sum(sorted(elements)[-UNDER_WAY - 1 :])
+    reduced = plan.summed.element_bytes * most * (2 * (shards - 1) / shards if sharding.states else shards)
+    gathered = plan.dtype.element_bytes * most if sharding.states else 0.0
+    return passed + (max(reduced, gathered) if shards == 2 else reduced + gathered)
 
 
 def _staged_bytes(layout: Layout, chunks: Sequence[Chunk], prices: Profile) -> float:
     """Bytes besides model states at the highest moment of the reductions; 0 where nothing is copied."""
     shards = layout.dp
     sharding = Sharding.of(layout.zero, shards)
-    if shards == 1 or (not sharding.states and shards > EXCHANGING_RANKS):
+    if shards == 1 or not sharding.states:
         return 0.0
     held = [(bucket, chunk) for chunk in chunks for bucket in chunk.completions]
     sizes = [float(layout.plan.summed.element_bytes * bucket.elements) for bucket, _ in held]
     left = [_beside(layout, bucket, chunk, prices) for bucket, chunk in held]
     if not sharding.gradients:
-        going = max(before + here for before, here in zip(accumulate(sizes), left, strict=True))
-        over = [sum(sizes[number:]) + size / shards for number, size in enumerate(sizes)]  # one by one
-        return max(going, left[-1] + max(over)) if sharding.states else going
+        return left[-1] + sum(sizes) / shards  # the shares of all, when the last one is over
     gathered = [0.0] * len(held)
     if sharding.parameters:  # a unit's parameters, and those of the one before it, which comes next
         weight = layout.plan.dtype.element_bytes
@@ -81,7 +93,7 @@ def _sharded(layout: Layout, sizes: Sequence[float], beside: Sequence[float]) ->
     highest = made = 0.0
     free = Counter[float]()
     queue = ReductionQueue[int](REDUCTIONS_UNDER_WAY)
-    held: dict[int, float] = {}  # by bucket: its copy, and a later microbatch's share before it is added
+    held: dict[int, float] = {}  # by bucket: a later microbatch's share before it is added
 
     def finish(index: int, here: float) -> None:  # the sum is a new share before it is added
         nonlocal highest
@@ -97,7 +109,7 @@ def _sharded(layout: Layout, sizes: Sequence[float], beside: Sequence[float]) ->
                 made += size
             if index in queue:
                 finish(index, here)
-            held[index] = size + (size / layout.dp if number else 0.0)
+            held[index] = size / layout.dp if number else 0.0
             highest = max(highest, here + made + sum(held.values()))
             for earlier in queue.issue(index):
                 finish(earlier, here)

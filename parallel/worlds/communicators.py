@@ -20,6 +20,10 @@ from triaxis.parallel.places.topology import members_with
 Partition = tuple[tuple[int, ...], ...]
 
 
+UNDER_WAY: Final = 2
+"""Large collectives that ranks of one machine's CPUs have under way in a group; one more ends the first."""
+
+
 class Direction(StrEnum):
     """Where a message goes: to a later member of the group or to an earlier one."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 DeviceKind = Literal["auto", "cuda", "cpu"]
+Transport = Literal["auto", "gloo"]
 DEVICE_KINDS: Final = ("auto", "cuda", "cpu")
 
 

@@ -25,12 +25,21 @@ from torch.distributed.rendezvous import rendezvous
 
 from triaxis.parallel.places.topology import members_with
 from triaxis.parallel.worlds.communicators import OPTIONS, Direction, Options, is_made
-from triaxis.parallel.worlds.device import Chosen, DeviceError, DeviceKind, choose_device, device_fault
+from triaxis.parallel.worlds.device import (
+    Chosen,
+    DeviceError,
+    DeviceKind,
+    Transport,
+    choose_device,
+    device_fault,
+)
 from triaxis.parallel.worlds.failure import RankError, call_site
 from triaxis.parallel.worlds.group import Group, Partition, World
 from triaxis.parallel.worlds.meeting import Address, MeetingError, RefusedElsewhere, meet, open_store
+from triaxis.parallel.worlds.neighbours import NeighbourError, Neighbourhood, meet_neighbours
 from triaxis.parallel.worlds.port_holder import port_holder
 from triaxis.parallel.worlds.process_group import GlooGroup, ProcessGroup
+from triaxis.parallel.worlds.shared_group import SharedGroup
 
 FOREVER = timedelta(days=30)
 """What waits for storage is ended by the watchdog, who knows how long that may take."""
@@ -50,9 +59,12 @@ class ProcessWorld(World):
         store: Store,
         setup: timedelta,
         operation: timedelta,
+        near: Neighbourhood | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._store, self._setup, self._operation = store, setup, operation
+        self._near = near
+        self._near_groups: list[SharedGroup] = []
         self._checks = False
         self._groups: list[ProcessGroup] = []
         self._handles: dict[tuple[Partition, Direction], dist.ProcessGroup | None] = {}
@@ -60,6 +72,8 @@ class ProcessWorld(World):
         self._lends_meshes = False
 
     def _new_group(self, name: str, partition: Partition) -> Group:
+        if self._near is not None and all(self._near.has(part) for part in partition):
+            return self._near_group(name, partition, self._near)
         kind = ProcessGroup if self.device.type == "cuda" else GlooGroup
         handle = self._handle(name, partition, Direction.UP)
         own = kind(name, members_with(self.rank, partition), self.rank, handle)
@@ -67,9 +81,22 @@ class ProcessWorld(World):
         self._groups.append(own)
         return own
 
+    def _near_group(self, name: str, partition: Partition, near: Neighbourhood) -> Group:
+        self._near_groups.append(
+            SharedGroup(
+                name,
+                members_with(self.rank, partition),
+                self.rank,
+                near=near,
+                key=len(self._near_groups),
+                seconds=self._setup.total_seconds(),
+            )
+        )
+        return self._near_groups[-1]
+
     def give_directions(self, group: Group) -> None:
-        assert isinstance(group, ProcessGroup), "this world's groups are processes"
         if self.device.type == "cuda":  # Gloo's messages wait for no other
+            assert isinstance(group, ProcessGroup), "groups on a GPU are NCCL's"
             group.downward = self._handle(group.name, group.partition, Direction.DOWN)
 
     def wait_for_all(self, what: str) -> None:
@@ -87,6 +114,8 @@ class ProcessWorld(World):
             id(handle): handle for handle in self._handles.values() if handle is not None
         }.values():
             dist.distributed_c10d._set_pg_timeout(self._operation, handle)
+        for near in self._near_groups:
+            near.seconds = self._operation.total_seconds()
 
     def check_collectives(self, on: bool) -> None:
         self._checks = on
@@ -108,6 +137,8 @@ class ProcessWorld(World):
             group.handle = group.downward = None
         self._groups.clear()
         self._handles.clear()
+        if self._near is not None:
+            self._near.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = HashStore()
@@ -165,6 +196,7 @@ def open_process_world(
     address: Address | None = None,
     init_method: str | None = None,
     device: DeviceKind = "auto",
+    transport: Transport = "auto",
     start: str = "",
 ) -> ProcessWorld:
     """Joins the processes of a run into a world, at `address`, or as `init_method` or torch's environment has it.
@@ -172,6 +204,7 @@ def open_process_world(
     timeout_seconds: how long ranks wait for each other to come; operation_seconds: in an operation, later (as long);
     setup_seconds: in an operation before `settle` (as long as later)
     device: "auto" is a GPU where there is one, and all ranks must have found the same
+    transport: "auto" lets ranks on CPUs of one machine read each other's memory; "gloo" sends all over sockets
     start: another for each start of the run; torchrun keeps its store over restarts, with the addresses of the dead
     Raises RuntimeError when the ranks cannot meet.
     """
@@ -195,6 +228,9 @@ def open_process_world(
             meet(store, where, rank=rank, size=size, seconds=timeout_seconds)
             agree_on_device(store, rank, size, place)
         store.set_timeout(setup)
+        near = None
+        if place.type == "cpu" and size > 1 and transport == "auto":
+            near = meet_neighbours(store, rank, size, setup.total_seconds())
         dist.init_process_group(
             "nccl" if place.type == "cuda" else "gloo",
             store=store,
@@ -203,11 +239,11 @@ def open_process_world(
             timeout=setup,
             device_id=_bound(place),
         )
-    except (MeetingError, RefusedElsewhere, DeviceError):
+    except (MeetingError, NeighbourError, RefusedElsewhere, DeviceError):
         raise
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(_unreachable(rank, size, where, timeout_seconds, error)) from error
-    return ProcessWorld(rank, size, place, store=store, setup=setup, operation=operation)
+    return ProcessWorld(rank, size, place, store=store, setup=setup, operation=operation, near=near)
 
 
 def agree_on_device(store: Store, rank: int, size: int, place: torch.device) -> None:

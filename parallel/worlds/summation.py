@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
+PIECE = 1 << 16
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:
@@ -17,3 +18,13 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total += tensor
     return total.to(dtype)
+
+
+def sum_into(out: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The same sum, written to `out`, which may be one of them. Flat tensors; by pieces that stay in a cache."""
+    if len(tensors) == 2:
+        torch.add(*tensors, out=out)  # in half precision too it rounds once
+        return
+    for start in range(0, out.numel(), PIECE):
+        piece = slice(start, start + PIECE)
+        out[piece] = summed([tensor[piece] for tensor in tensors])

@@ -36,7 +36,7 @@ from triaxis.launch.planner.held import stage_memory
 from triaxis.launch.planner.layout import Layout
 from triaxis.models.batch import Batch
 from triaxis.models.config import ModelConfig
-from triaxis.models.fields import dense_model, with_fields
+from triaxis.models.fields import dense_model, fields_of, with_fields
 from triaxis.models.presets import load_config
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -202,7 +202,7 @@ def trained_peaks(ranks: int, flags: dict[str, object], folder: Path) -> list[fl
     """Bytes that each rank's process had at most in a run of `triaxis.launch.train`, up to its last step."""
     folder.mkdir()
     fields = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "ffn_size", "max_positions")
-    (folder / "model.json").write_text(json.dumps({name: getattr(LARGE, name) for name in fields}))
+    (folder / "model.json").write_text(json.dumps({name: getattr(fields_of(LARGE), name) for name in fields}))
     given: dict[str, object] = {
         "model": folder / "model.json",
         "output-dir": folder / "run",

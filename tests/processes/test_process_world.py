@@ -13,6 +13,7 @@ import torch
 from tests.forked import run_processes
 from tests.patience import PATIENCE_SECONDS
 from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.worlds.device import Transport
 from triaxis.parallel.worlds.failure import RankError
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -77,27 +78,30 @@ def every_operation(world: World) -> dict[str, list[float]]:
     return results
 
 
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_processes_agree_with_threads(size: int, tmp_path: Path) -> None:
-    processes = run_processes(size, tmp_path, every_operation)
+def test_processes_agree_with_threads(size: int, transport: Transport, tmp_path: Path) -> None:
+    processes = run_processes(size, tmp_path, every_operation, transport=transport)
     threads = run_threads(size, every_operation)
     for of_process, of_thread in zip(processes, threads, strict=True):
         assert of_process == of_thread
 
 
-def test_all_members_get_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_all_members_get_the_same_bits(transport: Transport, tmp_path: Path) -> None:
     def main(world: World) -> list[float]:
         group = world.new_group("all", [range(world.size)])
         tensor = torch.randn(1001, generator=torch.Generator().manual_seed(world.rank))
         group.all_reduce(tensor)
         return tensor.tolist()
 
-    results = run_processes(4, tmp_path, main)
+    results = run_processes(4, tmp_path, main, transport=transport)
     assert len(results[0]) == 1001
     assert results[1:] == results[:1] * 3
 
 
-def test_a_killed_process_is_told_to_the_others(tmp_path: Path) -> None:  # B91
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_killed_process_is_told_to_the_others(transport: Transport, tmp_path: Path) -> None:  # B91
     def main(world: World) -> str:
         group = world.new_group("all", [range(world.size)])
         group.barrier()
@@ -109,7 +113,7 @@ def test_a_killed_process_is_told_to_the_others(tmp_path: Path) -> None:  # B91
         except RankError as error:
             return str(error)
 
-    results = run_processes(3, tmp_path, main)
+    results = run_processes(3, tmp_path, main, transport=transport)
     assert results[1] is None
     for rank in (0, 2):
         text = results[rank]

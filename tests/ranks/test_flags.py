@@ -96,6 +96,7 @@ ELSEWHERE = {
     "consecutive_hysteresis": "ranks/test_loss_scale.py::test_fp16_as_people_ask_for_it",
     "min_loss_scale": "ranks/test_loss_scale.py::test_a_run_that_overflows_on_and_on_ends_with_the_reason",
     "device": "ranks/test_flags.py::test_ranks_wait_as_long_and_train_where_they_are_asked",
+    "transport": "processes/test_headers.py::test_headers_are_exchanged_in_the_first_steps",
     "deterministic": "ranks/test_nccl.py::test_a_replayed_loss_is_exact_only_where_the_same_run_repeats",
     "offload_optimizer": "ranks/test_offload.py::test_offload_optimizer_changes_nothing_on_a_cpu",
     "offload_param": "ranks/test_offload.py::test_offload_param_changes_nothing_on_a_cpu",
