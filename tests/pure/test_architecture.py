@@ -65,6 +65,7 @@ PURE = (
 DISTRIBUTED = {
     "parallel/worlds/process.py",
     "parallel/worlds/meeting.py",
+    "parallel/worlds/neighbours.py",
     "launch/node_meeting.py",
     "launch/run.py",
     "parallel/worlds/process_group.py",
