@@ -40,7 +40,7 @@ from triaxis.engine.run.restore import checkpoint_to_load, restore, stored_row
 from triaxis.engine.run.resume import continues_here
 from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.times import StepTimes
-from triaxis.engine.run.weights import first_values
+from triaxis.engine.run.weights import first_values, told_first_loss
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.kernels.table import chosen_kernels, told_kernels
 from triaxis.parallel.places.legal_values import counted
@@ -197,6 +197,8 @@ class _Run:
                 metrics.write(row)
                 picture.update()
                 progress.update(row)
+                if told := told_first_loss(self._config, row, self._resolved.model.vocab_size):
+                    progress.announce(told)
                 if saves:
                     asked, time_due = agree(self._mesh, self._interruption.signal, int(saver.time_due()))
                 if saver.after_step(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from torch import Tensor
 
 from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import ConfigError, ResolvedRun, RunConfig
+from triaxis.engine.run.metrics import StepRow
 from triaxis.models.huggingface.places import Shape
 from triaxis.models.weights import filler, whole_shapes
 from triaxis.parallel.replicas.initialize import Fill
@@ -25,6 +27,17 @@ def first_values(config: RunConfig, resolved: ResolvedRun) -> Fill | None:
     if config.init_from is not None:
         return filler(StoredWeights(Path(config.init_from), whole_shapes(resolved.model)))
     return None
+
+
+def told_first_loss(config: RunConfig, row: StepRow, vocab_size: int) -> str | None:
+    """What the weights that a run began with are worth, beside a guess: near it or above, something was read wrongly.
+
+    None after the first step, and where the weights were random.
+    """
+    if row.step > 1 or row.loss is None or (config.model_name_or_path or config.init_from) is None:
+        return None
+    guess = f"of a guess, ln {vocab_size}: {math.log(vocab_size):.4f}"
+    return f"loss of the weights that were read: {row.loss:.4f}; {guess}"
 
 
 class StoredWeights:

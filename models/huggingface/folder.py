@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,14 @@ def open_weights(folder: Path, model: ModelConfig) -> Weights:
     tables = [place_tensors((*own, *rows), shapes) for rows in family.tables]
     places = max(tables, key=lambda table: len(table.shapes.keys() & there))  # as these files were written
     if family.prefix and not any(name.startswith(family.prefix) for name in there):
-        places = _without_prefix(places, family.prefix)  # saved from the model without its head
+        # saved from the model without its head
+        places = _renamed(places, lambda name: name.removeprefix(family.prefix))
     embedding = places.of[EMBEDDING].name
     tied = (family.head, embedding) if model.tied else None
+    if (
+        tied is not None and embedding not in there and family.head in there
+    ):  # one weight, under its other name
+        places, tied = _renamed(places, lambda name: family.head if name == embedding else name), None
     return HubWeights(
         folder,
         places,
@@ -98,11 +103,12 @@ def _written(family: Family, model: ModelConfig) -> tuple[Places, dict[str, Shap
     ), shapes
 
 
-def _without_prefix(places: Places, prefix: str) -> Places:
+def _renamed(places: Places, rename: Callable[[str], str]) -> Places:
+    """The same places under other names of theirs."""
     return Places(
-        of={ours: replace(place, name=place.name.removeprefix(prefix)) for ours, place in places.of.items()},
-        shapes={name.removeprefix(prefix): shape for name, shape in places.shapes.items()},
-        parts={name.removeprefix(prefix): parts for name, parts in places.parts.items()},
+        of={ours: replace(place, name=rename(place.name)) for ours, place in places.of.items()},
+        shapes={rename(name): shape for name, shape in places.shapes.items()},
+        parts={rename(name): parts for name, parts in places.parts.items()},
     )
 
 

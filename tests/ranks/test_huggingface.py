@@ -127,16 +127,16 @@ def make(case: str, folder: Path) -> nn.Module:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def batch_of(model: ModelConfig) -> Batch:
+def batch_of(model: ModelConfig, length: int = 16) -> Batch:
     generator = torch.Generator().manual_seed(5)
-    tokens_BL = torch.randint(model.vocab_size, (2, 16), generator=generator)
+    tokens_BL = torch.randint(model.vocab_size, (2, length), generator=generator)
     labels_BL = tokens_BL.roll(-1, dims=1)
     labels_BL[:, -1] = IGNORED
     labels_BL[0, :5] = IGNORED
     return Batch(
         tokens_BL=tokens_BL,
         labels_BL=labels_BL,
-        positions_BL=torch.arange(16).repeat(2, 1),
+        positions_BL=torch.arange(length).repeat(2, 1),
         documents=None,
     )
 
