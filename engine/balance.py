@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from triaxis.models.config import ModelConfig
+from triaxis.engine.plan import StepPlan
 from triaxis.models.experts import ExpertLayer
 from triaxis.parallel.places.topology import Axis
 from triaxis.parallel.worlds.mesh import TOKENS, Mesh
@@ -26,15 +26,13 @@ class Load:
 class Balance:
     """The layers of experts on this rank, in the order of its stages. Making it is collective."""
 
-    def __init__(
-        self, stages: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, microbatches: int
-    ) -> None:
-        self._mesh, self._mixed = mesh, bool(model.experts())
+    def __init__(self, stages: Sequence[nn.Module], mesh: Mesh, plan: StepPlan) -> None:
+        self._mesh, self._mixed, self._rate = mesh, plan.model.mixes(), plan.bias_rate
         self.layers = [
             layer for stage in stages for layer in stage.modules() if isinstance(layer, ExpertLayer)
         ]
         for layer in self.layers:
-            layer.count(microbatches)
+            layer.count(plan.microbatches)
         if self._mixed:  # together, whether this stage has such a layer or not
             self._tokens = mesh.add(TOKENS, mesh.topology.groups(Axis.TP, Axis.CP, Axis.DP))
 
@@ -60,6 +58,6 @@ class Balance:
                 ratio = row.max().double() * row.numel() / row.sum().clamp_min(1)
                 busiest = torch.maximum(busiest, ratio)
                 if move:
-                    layer.settle(row)
+                    layer.settle(row, self._rate)
         self._mesh.everyone.all_reduce(busiest, largest=True, label="busiest expert")
         return Load(busiest=busiest, tokens=tokens)

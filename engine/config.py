@@ -51,6 +51,7 @@ class RunConfig:
     init_from: str | None = None
     mtp_depths: int = 0
     mtp_weight: float = 0.3
+    router_bias_rate: float | None = None
     data: str = "stdlib"
     data_path: str | None = None
     eval_data: str | None = None

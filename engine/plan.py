@@ -73,6 +73,7 @@ class StepPlan:
     parameters; without either, layers, embedding and head
     accumulate_dtype: of summed gradients; None: as `Precision.summed` says
     depth_weight: of the mean loss of extra prediction depths (DeepSeek-V3: λ)
+    bias_rate: what a bias that chooses experts moves by after a step; None: as its layer says
     skip_bad: leave the model as it is where the loss or the gradient norm is not finite, or the norm leaps
     seed: of the initial values; None: they are not made, as a trace needs none
     loss_scaling: of fp16, whose overflows leave updates out; None: losses are as they are
@@ -98,6 +99,7 @@ class StepPlan:
     max_grad_norm: float = 1.0
     depth_weight: float = 0.3
     rule: UpdateRule = field(default_factory=UpdateRule)
+    bias_rate: float | None = None
     skip_bad: bool = False
     seed: int | None = 0
     loss_scaling: LossScaling | None = None
@@ -159,6 +161,7 @@ def step_plan(config: RunConfig, resolved: ResolvedRun) -> StepPlan:
             betas=(config.adam_beta1, config.adam_beta2),
             epsilon=config.adam_epsilon,
         ),
+        bias_rate=config.router_bias_rate,
         skip_bad=config.on_nan == "skip",
         seed=config.seed,
         loss_scaling=_loss_scaling(config) if config.dtype == "fp16" else None,

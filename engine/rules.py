@@ -49,6 +49,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "eval_batches", "seed"),
     *("dataloader_num_workers", "show_samples", "check_collectives", "mtp_depths", "mtp_weight"),
+    "router_bias_rate",
     *("loss_scale", "initial_scale_power"),
 )
 _MOST = {
@@ -540,6 +541,11 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
         for count in model.experts()
         if count % config.ep
     ]
+    if config.router_bias_rate is not None and not model.has_choosing_bias():
+        faults.append(
+            f"`router_bias_rate` must be left out for {model.name}, whose experts, if any, are chosen without a bias, "
+            f"but is {config.router_bias_rate:g}"
+        )
     if config.ep > 1 and config.data_parallel == DataParallel.FSDP:
         faults.append(
             "`ep` must be 1 with data_parallel fsdp, which knows one group of replicas; use --zero 3"

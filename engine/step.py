@@ -212,7 +212,7 @@ class TrainingStep:
         for layout, state in (found for stage in self.stages for found in states_of(stage)):
             if fill is not None:
                 fill(layout, state.view(-1), 0)
-        self.balance = Balance(self.stages, mesh, plan.model, plan.microbatches)
+        self.balance = Balance(self.stages, mesh, plan)
         self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage

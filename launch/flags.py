@@ -82,6 +82,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "mtp_depths": "Extra prediction depths behind the layers (multi-token prediction); of a Hugging Face folder, "
         "those that it has.",
         "mtp_weight": "What the mean of their losses is multiplied by; DeepSeek-V3 began with 0.3 and ended with 0.1.",
+        "router_bias_rate": "What a bias that chooses experts moves by after a step; 0 leaves it as it is. Default: "
+        "the model's own, usually 0.001.",
         "data": "stdlib (the text of Python's own library, as bytes), files of text, folders or patterns of them, or a "
         "Megatron .bin/.idx prefix. Several are read one behind the other; with weights (a.jsonl:0.7 b.jsonl:0.3) each "
         "has its part of the samples.",

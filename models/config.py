@@ -96,6 +96,10 @@ class ModelConfig:
         """How many experts layers have, each number once; empty for a dense model."""
         return tuple(sorted({kind.experts for kind in self.all_kinds() if kind.experts}))
 
+    def has_choosing_bias(self) -> bool:
+        """Whether some layer's experts are chosen with a bias that moves by their load."""
+        return any(kind.has_choosing_bias for kind in self.all_kinds())
+
     def mixes(self) -> bool:
         """Whether some layer has experts, so that a token's sums depend on which tokens are beside it."""
         return bool(self.experts())

@@ -218,7 +218,8 @@ class ExpertLayer(nn.Module):
         return self.counts_ME.sum(0) * int(self.whole or self.mesh.tp.rank == 0)
 
     @torch.no_grad()
-    def settle(self, counts_E: Tensor) -> None:
-        """Moves the choosing bias after a step. counts_E: over the whole global batch."""
+    def settle(self, counts_E: Tensor, rate: float | None = None) -> None:
+        """Moves the choosing bias after a step, by `rate` or the kind's own. counts_E: over the whole global batch."""
         if self.bias_E is not None:
-            self.bias_E.copy_(bias_step(self.bias_E, counts_E, self.kind.bias_rate))
+            moved = self.kind.bias_rate if rate is None else rate
+            self.bias_E.copy_(bias_step(self.bias_E, counts_E, moved))

@@ -124,3 +124,7 @@ class Experts(Kind):
     @property
     def experts(self) -> int:
         return self.rule.experts
+
+    @property
+    def has_choosing_bias(self) -> bool:
+        return self.rule.choosing_bias

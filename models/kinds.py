@@ -62,6 +62,11 @@ class Kind(ABC):
         """Experts of the layer, which ep must divide; 0 for none."""
         return 0
 
+    @property
+    def has_choosing_bias(self) -> bool:
+        """Whether its experts are chosen with a bias that moves by their load."""
+        return False
+
     @abstractmethod
     def parameters(self, model: ModelConfig) -> int:
         """All its parameters, exact."""
@@ -199,6 +204,10 @@ class Layer(Kind):
     @property
     def experts(self) -> int:
         return self.feed_forward.experts
+
+    @property
+    def has_choosing_bias(self) -> bool:
+        return self.feed_forward.has_choosing_bias
 
     def cuts(self) -> tuple[Cut, ...]:
         return (*self.attention.cuts(), *self.feed_forward.cuts())

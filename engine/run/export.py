@@ -40,9 +40,7 @@ def opened_export(
 ) -> tuple[Export, Read]:
     """The export of a checkpoint, not begun, and what reads its tensors. As `export_checkpoint` says."""
     state = read_manifest(path).state
-    if source is None:
-        named = state.config.get("model_name_or_path")
-        source = Path(str(named)) if named and Path(str(named)).is_dir() else None
+    source = source or _source(state)
     model = model_of_checkpoint(path, state, source)
     run_dtype = str(state.config.get("dtype"))
     chosen = DTYPES[dtype or (run_dtype if run_dtype in DTYPES else "fp32")]
@@ -52,8 +50,15 @@ def opened_export(
     return Export(folder, model, dtype=chosen, source=source, tokenizer=tokenizer), weights.read
 
 
-def model_of_checkpoint(path: Path, state: RunState, source: Path | None) -> ModelConfig:
+def _source(state: RunState) -> Path | None:
+    """The Hugging Face folder that a run began with, if it is still there."""
+    named = state.config.get("model_name_or_path")
+    return Path(str(named)) if named and Path(str(named)).is_dir() else None
+
+
+def model_of_checkpoint(path: Path, state: RunState, source: Path | None = None) -> ModelConfig:
     """The model of a checkpoint: of its Hugging Face folder, by its flat fields, or by the name that the run gave."""
+    source = source or _source(state)
     depths = int(str(state.config.get("mtp_depths", 0)))
     model = _model_without_depths(path, state, source)
     return replace(model, depths=depths) if depths else model
@@ -69,11 +74,12 @@ def _model_without_depths(path: Path, state: RunState, source: Path | None) -> M
     if isinstance(fields, dict) and "repeating" not in fields:
         flat = {name: value for name, value in fields.items() if name != "depths"}
         return config_from_fields({"name": "model", **flat}, str(path))
+    named = state.config.get("model_name_or_path") or state.config.get("model")
     try:
-        return load_config(str(state.config.get("model")))
+        return load_config(str(named))
     except ValueError as error:
         raise CheckpointError(
-            f"{path} must say what model it holds, but its run named {state.config.get('model')}: {error}; give the "
+            f"{path} must say what model it holds, but its run named {named}: {error}; give the "
             "Hugging Face folder with --source"
         ) from error
 
@@ -96,7 +102,7 @@ def write_file(path: Path, file: Path, *, dtype: str) -> str:
     if file.exists():
         raise ValueError(f"`{file}` must be a new file, but exists; name another")
     state = read_manifest(path).state
-    model = model_of_checkpoint(path, state, None)
+    model = model_of_checkpoint(path, state)
     shapes = whole_shapes(model)
     weights = StoredWeights(path, shapes)
     tensors = {

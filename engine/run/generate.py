@@ -88,7 +88,7 @@ def open_model(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> tu
                 "check the path, or train with --save_steps"
             )
         state = read_manifest(found[-1]).state
-        model = replace(model_of_checkpoint(found[-1], state, None), depths=0)  # text comes a token at a time
+        model = replace(model_of_checkpoint(found[-1], state), depths=0)  # text comes a token at a time
         weights = StoredWeights(found[-1], whole_shapes(model))
         named = state.config.get("tokenizer") or state.config.get("model_name_or_path")
         tokenizer = str(named) if named else None

@@ -21,7 +21,7 @@ KEPT_FLAGS = ("seed", "seq", "pack", "on_bad_sample", "optimizer", "dtype")
 """Data and tokenizer are compared by content, wherever they lie: see `triaxis.engine.run.inputs`."""
 TOLD_FLAGS = (
     *("steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps"),
-    *("warmup_type", "mtp_weight", "kernels"),
+    *("warmup_type", "mtp_weight", "router_bias_rate", "kernels"),
     *("min_learning_rate_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
 )
 

@@ -37,6 +37,7 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
     "tokenizer": ({}, {"tokenizer": "tokenizer.json"}),
     "mtp_depths": ({}, {"mtp_depths": 1}),
     "mtp_weight": ({"mtp_depths": 1}, {"mtp_weight": 1.0}),
+    "router_bias_rate": ({}, {"router_bias_rate": 0.0}),
     "seq": ({}, {"seq": 32}),
     "pack": ({}, {"pack": False}),
     "on_bad_sample": ({"data": "bad.jsonl"}, {"on_bad_sample": "skip"}),

@@ -18,6 +18,7 @@ from tests.runs import rows, run
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.launch.convert import main as convert
+from triaxis.launch.generate import main as generate
 from triaxis.models.huggingface.families import CONFIG
 from triaxis.models.huggingface.reader import ImportRefused
 from triaxis.models.positions import Llama3Scaling, Rope
@@ -294,6 +295,36 @@ def test_a_window_in_use_is_obeyed_or_refused(
         return
     with pytest.raises(ConfigError, match=told):
         resolve(config, 1)
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_the_bias_that_chooses_experts_is_exported_as_it_is(
+    rate: float | None, tmp_path: Path
+) -> None:  # N38
+    make("deepseek-v3", tmp_path / "in")
+    add_tokenizer(tmp_path / "in")
+    given = flags(tmp_path, model_name_or_path=str(tmp_path / "in"), save_hf=str(tmp_path / "out"), steps=3)
+    run(given | {"tp": 2, "dp": 2, "dtype": "bf16", "router_bias_rate": rate, "save_steps": 3})
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    before, after = held(tmp_path / "in")[name], held(tmp_path / "out")[name]
+    assert (
+        after.dtype == torch.float32 and held(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
+    )
+    file = tmp_path / "w.safetensors"
+    assert convert([str(tmp_path / "run"), "--to", "file", str(file), "--dtype", "fp32"]) == 0
+    assert torch.equal(load_file(file)[name], after)
+    assert generate([str(tmp_path / "run"), "--prompt", "what", "--tokens", "2"]) == 0
+    if rate is None:
+        moves = (after - before).double() / 1e-3
+        assert moves.abs().max() > 0.9 and torch.allclose(moves, moves.round(), atol=1e-3)
+    else:
+        assert torch.equal(before, after)
+
+
+def test_the_rate_of_a_bias_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    make("mixtral", tmp_path)
+    with pytest.raises(ConfigError, match=r"`router_bias_rate` must be left out for .* but is 0"):
+        resolve(RunConfig(model_name_or_path=str(tmp_path), router_bias_rate=0.0), 1)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
