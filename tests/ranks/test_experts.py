@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         gradient_times(0.5, lambda layout: layout.name.endswith("gate.weight")),
     ),
     "counts doubled": ("ep2-recompute", each_layer(counts_twice)),
-    "bias not moved": ("ep2", each_layer(lambda layer: setattr(layer, "settle", lambda counts: None))),
+    "bias not moved": ("ep2", each_layer(lambda layer: setattr(layer, "settle", lambda counts, rate: None))),
 }
 
 
