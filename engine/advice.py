@@ -11,8 +11,8 @@ from typing import Any
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, model_of, resolve
 from triaxis.models.config import ModelConfig
-from triaxis.models.huggingface.guest import GuestModel, dropouts
-from triaxis.models.presets import depths_in
+from triaxis.models.huggingface.guest import dropouts
+from triaxis.models.presets import depths_in, hub_values
 from triaxis.parallel.pipeline.schedule import ScheduleName
 from triaxis.parallel.places.legal_values import counted, divisors
 
@@ -98,9 +98,10 @@ def depths_warning(config: RunConfig) -> str | None:
     )
 
 
-def dropout_warning(resolved: ResolvedRun) -> str | None:
-    """Says so where a model of transformers asks for dropout, which no model has here."""
-    found = dropouts(resolved.model.values()) if isinstance(resolved.model, GuestModel) else {}
+def dropout_warning(config: RunConfig, resolved: ResolvedRun) -> str | None:
+    """Says so where a Hugging Face configuration asks for dropout, which no model has here."""
+    values = hub_values(config.model_name_or_path or config.model) or {}
+    found = dropouts(values)
     if not found:
         return None
     told = ", ".join(f"{name} {value:g}" for name, value in found.items())

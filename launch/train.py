@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from triaxis.engine.run.peak import give_back_freed_memory  # imports torch
     from triaxis.launch.ranks import run_processes, run_simulated
 
-    told = (bubble_warning(config, resolved), depths_warning(config), dropout_warning(resolved))
+    told = (bubble_warning(config, resolved), depths_warning(config), dropout_warning(config, resolved))
     warnings_here = [*launch_warnings(os.environ), *filter(None, told)]
     for warning in warnings_here if launch.rank == 0 else ():
         print(warning, file=sys.stderr, flush=True)

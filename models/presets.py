@@ -210,17 +210,18 @@ def load_config(name_or_path: str) -> ModelConfig:
 
 def window_of(name_or_path: str) -> int | None:
     """The tokens that attention may look back at most, where a Hugging Face configuration says so; else None."""
-    values = _hub_values(name_or_path)
+    values = hub_values(name_or_path)
     return None if values is None else attention_window(values)
 
 
 def depths_in(name_or_path: str) -> int:
     """Layers for extra prediction depths that a Hugging Face folder has behind the model's own."""
-    values = _hub_values(name_or_path)
+    values = hub_values(name_or_path)
     return 0 if values is None else more_layers(values)
 
 
-def _hub_values(name_or_path: str) -> dict[str, Any] | None:
+def hub_values(name_or_path: str) -> dict[str, Any] | None:
+    """The fields of a Hugging Face folder's config.json; None for a preset, or a file of fields of our own."""
     path = Path(name_or_path)
     path = path / CONFIG if os.path.isdir(path) else path
     if name_or_path in PRESETS or path.suffix != ".json":

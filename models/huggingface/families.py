@@ -14,7 +14,7 @@ from typing import Any
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.deepseek import DEEPSEEK
 from triaxis.models.huggingface.dense import DENSE
-from triaxis.models.huggingface.family import Family
+from triaxis.models.huggingface.family import BLOCK, Family
 from triaxis.models.huggingface.fields import Fields, Unsupported
 from triaxis.models.huggingface.guest import guest_of
 from triaxis.models.huggingface.mixtures import MIXTURES
@@ -50,7 +50,21 @@ def model_of(values: Mapping[str, Any], origin: str) -> ModelConfig:
     """Our model out of a config.json; a guest of `transformers`, where it is of no family of ours."""
     if values.get("model_type") not in FAMILIES:
         return guest_of(values, origin)
+    _check_quantized(values, origin)
     return family_of(values, origin).read(Fields(values, origin))
+
+
+def _check_quantized(values: Mapping[str, Any], origin: str) -> None:
+    """Weights may be held in 8-bit blocks, which are widened as they are read; in nothing else."""
+    told = values.get("quantization_config")
+    if told is None:
+        return
+    blocks = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    if not isinstance(told, dict) or any(told.get(name) != value for name, value in blocks.items()):
+        raise Fields(values, origin).refuse(
+            "quantization_config",
+            f"only fp8 in blocks of {BLOCK} × {BLOCK} is read; give what it was made of",
+        )
 
 
 def attention_window(values: Mapping[str, Any]) -> int | None:
@@ -74,7 +88,8 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any] | None
     """config.json of a model: its source's with another dtype, or that of the first family that can say it."""
     if source is not None:
         known = FAMILIES.get(str(source.get("model_type")))
-        return {**source, "dtype": dtype, "torch_dtype": dtype, **_told_depths(known, model)}
+        whole = {name: value for name, value in source.items() if name != "quantization_config"}
+        return {**whole, "dtype": dtype, "torch_dtype": dtype, **_told_depths(known, model)}
     for family in FAMILIES.values():
         told = family.write(model)
         if told is not None:

@@ -11,6 +11,9 @@ from triaxis.models.fields import DenseFields, fields_of
 from triaxis.models.huggingface.fields import Fields
 from triaxis.models.huggingface.places import Row
 
+BLOCK = 128
+"""Rows and columns of a tensor that share one scale, where a file holds it in 8 bits (DeepSeek-V3)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:

@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from triaxis.models.huggingface.family import BLOCK
 from triaxis.models.huggingface.places import Place, Places, Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 20
-BLOCK = 128
 COMPARED_ROWS = 4096
 SCALES = "_scale_inv"
 """What DeepSeek-V3 appends to the name of an 8-bit weight to name its blocks' scales."""

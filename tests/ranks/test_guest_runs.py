@@ -204,9 +204,10 @@ def test_a_layout_that_would_cut_it_is_refused_with_the_families(
 
 def test_dropout_is_told_left_out_and_kept_in_the_file(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(values_of("opt")))
-    resolved = resolve(RunConfig(model=str(tmp_path / CONFIG), seq=32), 1)
+    config = RunConfig(model=str(tmp_path / CONFIG), seq=32)
+    resolved = resolve(config, 1)
     assert "without dropout; its config.json, which is kept, has dropout 0.1" in str(
-        dropout_warning(resolved)
+        dropout_warning(config, resolved)
     )
     assert isinstance(resolved.model, GuestModel)
     assert guest_module(resolved.model).config.dropout == 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.ranks.test_huggingface import LLAMA, batch_of, edit, loaded, make, read_model, refused, whole
 from tests.ranks.test_huggingface_runs import CUBE, MARKS, add_tokenizer, chats, flags
 from tests.runs import rows, run
+from triaxis.engine.advice import dropout_warning
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.launch.convert import main as convert
@@ -295,6 +296,39 @@ def test_a_window_in_use_is_obeyed_or_refused(
         return
     with pytest.raises(ConfigError, match=told):
         resolve(config, 1)
+
+
+def test_quantized_weights_are_refused_but_8_bit_blocks_which_come_out_whole(tmp_path: Path) -> None:
+    make("deepseek-v3", tmp_path / "in")
+    add_tokenizer(tmp_path / "in")
+    path = tmp_path / "in" / CONFIG
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(
+        ValueError, match=r"`quantization_config` is .* only fp8 in blocks of 128 × 128 is read"
+    ):
+        read_model(tmp_path / "in")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    path.write_text(json.dumps(values | {"quantization_config": blocks}))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    whole_OI = held(tmp_path / "in")[name]
+    scale = whole_OI.abs().max() / 448
+    small = (whole_OI / scale).to(torch.float8_e4m3fn)
+    in_blocks = {name: small, f"{name}_scale_inv": scale[None, None]}
+    edit(tmp_path / "in", lambda tensors: tensors.update(in_blocks))
+    out = tmp_path / "out"
+    run(flags(tmp_path, model_name_or_path=str(tmp_path / "in"), save_hf=str(out), **STILL, tp=2))
+    assert "quantization_config" not in json.loads((out / CONFIG).read_text())
+    assert torch.equal(held(out)[name], small.float() * scale)
+    transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_dropout_of_a_family_is_told(tmp_path: Path) -> None:
+    transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=101).save_pretrained(tmp_path)
+    config = RunConfig(model=str(tmp_path / CONFIG), seq=64)
+    assert "has attn_pdrop 0.1, embd_pdrop 0.1, resid_pdrop 0.1" in str(
+        dropout_warning(config, resolve(config, 1))
+    )
 
 
 @pytest.mark.parametrize("rate", [None, 0.0])
