@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from triaxis.engine.plan import StepPlan, UpdateRule
+from triaxis.engine.plan import Precision, StepPlan, UpdateRule
 from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import Batch
 from triaxis.models.fields import dense_model
@@ -44,6 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     defaults |= {"vocab": 512, "seq": 128, "mbs": 2, "microbatches": 8, "steps": 10, "warmup": 2}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--transport", choices=("auto", "gloo"), default="auto", help="how ranks talk (auto)")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument("--json", type=Path, help="also append the line here")
@@ -69,6 +70,8 @@ def make_plan(arguments: argparse.Namespace) -> StepPlan:
         sequence_length=arguments.seq,
         sequence_parallel=arguments.sp,
         zero=arguments.zero,
+        dtype=Precision(arguments.dtype),
+        kernels="attention=short" if arguments.dtype == "bf16" else "",
         rule=UpdateRule(weight_decay=0.1),
     )
 

@@ -16,6 +16,7 @@ from triaxis.parallel.kernels.attention import (
     attend_by_document,
     attend_masked,
     attend_on_cpu,
+    attend_on_cpu_if_short,
     attend_on_cuda,
 )
 from triaxis.parallel.kernels.norm import fused_rms_norm, plain_rms_norm, rms_norm
@@ -57,7 +58,11 @@ _ACTIVATIONS: dict[str, Callable[[], joined.Activation]] = {
     "liger": joined.liger_swiglu,
     "megatron-core": joined.megatron_swiglu,
 }
-_ATTENTIONS: dict[str, Callable[[], Attend]] = {"plain": lambda: attend_masked, "flash": joined.flash_attend}
+_ATTENTIONS: dict[str, Callable[[], Attend]] = {
+    "plain": lambda: attend_masked,
+    "short": lambda: attend_on_cpu_if_short,
+    "flash": joined.flash_attend,
+}
 _PREPARATIONS = {DEFAULT: lambda block: None, "compile": joined.compile_block}
 
 

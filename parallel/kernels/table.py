@@ -128,6 +128,13 @@ TABLE: tuple[Implementation, ...] = (
     ),
     Implementation(
         operation=Operation.ATTENTION,
+        name="short",
+        what="all weights of a short row at once, elsewhere as torch",
+        devices=("cpu",),
+        dtypes=("bf16",),
+    ),
+    Implementation(
+        operation=Operation.ATTENTION,
         name="flash",
         what="the flash-attn package",
         needs="flash-attn",

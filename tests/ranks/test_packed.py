@@ -15,7 +15,9 @@ from triaxis.parallel.kernels.attention import (
     attend_by_document,
     attend_masked,
     attend_on_cpu,
+    attend_on_cpu_if_short,
     documents_of,
+    is_short,
 )
 from triaxis.parallel.worlds.recording import Recorder
 
@@ -66,6 +68,24 @@ def test_documents_are_attended_as_under_a_mask(
     expected = attended(attend_masked, fused, kv_heads, 2, documents)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("borders", [None, (0, 20, 40), tuple(range(0, 41, 10)), (0, 5, 6, 20, 40)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_short_rows_of_bf16_are_as_exact_as_flash_attention(
+    kv_heads: int, borders: tuple[int, ...] | None
+) -> None:
+    """Against float64, outputs and gradients are about as far off: weights are rounded once, behind an fp32 softmax."""
+    generator = torch.Generator().manual_seed(1)
+    fused = torch.randn(40, (HEADS + 2 * kv_heads) * SIZE, generator=generator).bfloat16()
+    documents = None if borders is None else Documents(borders=borders)
+    assert is_short(fused.view(40, -1, SIZE), 2)
+    exact = attended(attend_masked, fused.double(), kv_heads, 2, documents)
+    ours = attended(attend_on_cpu_if_short, fused, kv_heads, 2, documents)
+    flash = attended(attend_by_document, fused, kv_heads, 2, documents)
+    for one, other, true in zip(ours, flash, exact, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert float((one - true).norm()) <= 1.4 * float((other - true).norm()) < 0.02 * float(true.norm())
 
 
 def metered(documents: Documents | None) -> tuple[int, int]:
