@@ -130,7 +130,7 @@ def test_few_kv_heads_are_shared_by_more_tensor_ranks() -> None:
         resolve(RunConfig(tp=4), 4, model)
 
 
-def test_the_learning_rate_warms_up_and_decays() -> None:  # B35
+def test_the_learning_rate_warms_up_and_decays() -> None:  # B35, N17
     def rate(number: int, decay: str = "cosine") -> float:
         return learning_rate_at(
             number - 1, total_steps=100, warmup_steps=10, peak=1e-3, minimum_ratio=0.1, decay=decay
@@ -167,7 +167,7 @@ def test_every_flag_has_help_and_reads_with_hyphens_or_underscores() -> None:
     "flag",
     [
         "--attention_dropout",  # B21: there is none
-        "--hf_checkpoint",  # B56, B80: weights of other programs are not imported
+        "--hf_checkpoint",  # --model_name_or_path
     ],
 )
 def test_a_flag_that_there_is_none_of_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,10 +111,10 @@ FAMILY_CASES = ["llama3.2", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "mixtra
 FAMILY_CASES += ["deepseek-v2", "deepseek-v3"]
 
 
-def make(case: str, folder: Path) -> nn.Module:
+def make(case: str, folder: Path, **more: Any) -> nn.Module:
     """A random model of transformers, saved in `folder`; norms and biases are random too, or an exchange would hide."""
     name, fields = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config = getattr(transformers, f"{name}Config")(**(fields | more))
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
@@ -275,13 +275,14 @@ def edit(folder: Path, change: Any) -> None:
 EXCHANGES = {
     "gate and up": ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
     "k and v": ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"),
+    "q and k": ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"),
     "norms": ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"),
 }
 
 
 @pytest.mark.parametrize("pair", EXCHANGES)
 def test_a_planted_exchange_is_seen(pair: str, tmp_path: Path) -> None:
-    theirs = make("llama", tmp_path)
+    theirs = make("llama", tmp_path, num_key_value_heads=4)
     batch = batch_of(read_model(tmp_path))
     logits = theirs(input_ids=batch.tokens_BL).logits
 
