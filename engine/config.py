@@ -58,6 +58,7 @@ class RunConfig:
     eval_fraction: float | None = None
     tokenizer: str | None = None
     train_inserted_think: bool = False
+    chat_template_date: str | None = None
     seq: int = 128
     pack: bool = True
     on_bad_sample: Literal["error", "skip"] = "error"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -313,6 +314,10 @@ def _training_faults(config: RunConfig) -> list[str]:
         read_choice(config.kernels or "")
     except ValueError as error:
         faults.append(str(error))
+    if config.chat_template_date is not None and not _is_day(config.chat_template_date):
+        faults.append(
+            f"`chat_template_date` must be a day such as 2026-12-31, but is {config.chat_template_date!r}"
+        )
     if config.offload_param != "none" and config.zero != 3:
         faults.append(
             f"`offload_param` must be none but with zero 3, which shards parameters, but is {config.offload_param}; "
@@ -409,6 +414,13 @@ def _data(config: RunConfig) -> tuple[str, list[str]]:
             f"exist; check the path"
         )
     return data, faults
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def model_of(config: RunConfig) -> ModelConfig:

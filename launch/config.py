@@ -90,6 +90,7 @@ def _steps_of_data(config: RunConfig, resolved: ResolvedRun) -> int:
         on_bad_sample=config.on_bad_sample,
         pack=config.pack,
         train_inserted=config.train_inserted_think,
+        date=config.chat_template_date,
         eval_fraction=config.eval_fraction or None,
     )
     return resolved.steps_of(len(source))

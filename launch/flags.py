@@ -92,6 +92,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "eval_fraction": "Hold this part of the .jsonl or text data back to evaluate on, chosen by content.",
         "tokenizer": "A tokenizer.json or its directory, for text; bytes without one. A preset takes its vocabulary.",
         "train_inserted_think": "Also train the empty think blocks that a chat template inserts into answers.",
+        "chat_template_date": "YYYY-MM-DD, for chat templates that write the day (Llama 3.1). Default: the day of a "
+        "run's first start, whenever it goes on.",
         "seq": "Tokens in a sequence.",
         "pack": "Fill sequences with several documents; none attends to another.",
         "on_bad_sample": "What a line that cannot be read does: end the run, or be skipped and counted.",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from triaxis.engine.data.corpus import open_corpus
+from triaxis.engine.data.day import writes_dates
 from triaxis.engine.data.files import CACHE, text_files
 from triaxis.engine.data.megatron import open_megatron
 from triaxis.engine.data.stdlib import open_stdlib
@@ -57,6 +58,7 @@ def open_source(
     on_bad_sample: str = "error",
     pack: bool = True,
     train_inserted: bool = False,
+    date: str | None = None,
     eval_fraction: float | None = None,
     cache: Path | None = None,
 ) -> Source:
@@ -90,6 +92,7 @@ def open_source(
         tokenizer_path=None if tokenizer_path is None else str(tokenizer_path),
         on_bad_sample=on_bad_sample,
         train_inserted=train_inserted,
+        date=date if writes_dates(tokenizer_path) else None,
         eval_fraction=eval_fraction,
         held_out=split == "eval",
     )

@@ -18,6 +18,7 @@ from triaxis.engine.data.chat import (
     render_roles,
     trained_tokens,
 )
+from triaxis.engine.data.day import dated
 from triaxis.engine.data.template import Ends, find_ends, known_keys, render_chat
 from triaxis.engine.data.verbatim import Verbatim, any_of, control_ids
 
@@ -171,7 +172,11 @@ class Template:
 
     def render(self, conversation: Conversation) -> Rendered:
         return render_chat(
-            conversation, _renderer(self.tokens), self.ends, self.controls, train_inserted=self.train_inserted
+            conversation,
+            _renderer(self.tokens),
+            self.ends,
+            self.controls,
+            train_inserted=self.train_inserted,
         )
 
 
@@ -186,13 +191,18 @@ def _renderer(tokens: PreTrainedTokenizerBase) -> Any:
     return render
 
 
-def open_tokenizer(path: str | Path | None, *, train_inserted: bool = False) -> Tokenizer:
-    """Bytes without a path; a tokenizer.json file; or a folder in Hugging Face's layout, whose code is never run."""
+def open_tokenizer(
+    path: str | Path | None, *, train_inserted: bool = False, date: str | None = None
+) -> Tokenizer:
+    """Bytes without a path; a tokenizer.json file; or a folder in Hugging Face's layout, whose code is never run.
+
+    train_inserted: see `Template`; date: the day that a chat template writes, YYYY-MM-DD; None: today
+    """
     if path is None:
         return ByteTokenizer()
     path = Path(path)
     if path.is_dir():
-        return _open_folder(path, train_inserted)
+        return _open_folder(path, train_inserted, date)
     if not path.is_file():
         raise ValueError(f"`tokenizer` must be a tokenizer.json or a folder, but {path} does not exist")
     from tokenizers import Tokenizer as FileTokens  # noqa: PLC0415 - slow to import
@@ -207,7 +217,7 @@ def open_tokenizer(path: str | Path | None, *, train_inserted: bool = False) -> 
     return _file_tokenizer(tokens, vocab_size=vocab_size, end=end)
 
 
-def _open_folder(path: Path, train_inserted: bool) -> Tokenizer:
+def _open_folder(path: Path, train_inserted: bool, date: str | None) -> Tokenizer:
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
     try:
@@ -226,6 +236,8 @@ def _open_folder(path: Path, train_inserted: bool) -> Tokenizer:
     tokens = folder.backend_tokenizer
     controls = _controls(tokens)
     template = None
+    if date is not None:
+        folder.chat_template = dated(folder.chat_template, date)
     if folder.chat_template:
         keys = known_keys(folder.get_chat_template())
         keys = KnownKeys(message=keys.message, record=keys.record - set(folder.special_tokens_map))
@@ -233,8 +245,11 @@ def _open_folder(path: Path, train_inserted: bool) -> Tokenizer:
         template = Template(
             tokens=folder, controls=controls, keys=keys, ends=ends, train_inserted=train_inserted
         )
+    notes = _notes(path)
+    if date is not None:
+        notes += (f"the chat template writes the day: {date} in all of this run (--chat-template-date)",)
     return _file_tokenizer(
-        tokens, vocab_size=len(folder), end=folder.eos_token_id, template=template, notes=_notes(path)
+        tokens, vocab_size=len(folder), end=folder.eos_token_id, template=template, notes=notes
     )
 
 

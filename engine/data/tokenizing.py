@@ -46,11 +46,15 @@ START = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What decides a stream beside the files. part: of documents that are held out, and whether those are wanted."""
+    """What decides a stream beside the files.
+
+    part: of documents that are held out, and whether those are wanted; date: that chat templates write, where they do
+    """
 
     tokenizer_path: str | None
     on_bad_sample: str
     train_inserted: bool = False
+    date: str | None = None
     eval_fraction: float | None = None
     held_out: bool = False
 
@@ -100,7 +104,9 @@ Tell = Callable[[int, int], None]
 
 def tokenize(files: Sequence[Path], reading: Reading, folder: Path, *, processes: int, tell: Tell) -> None:
     """Writes the files of numbers. Raises ValueError where a file holds nothing, or a line may not be skipped."""
-    tokenizer = open_tokenizer(reading.tokenizer_path, train_inserted=reading.train_inserted)
+    tokenizer = open_tokenizer(
+        reading.tokenizer_path, train_inserted=reading.train_inserted, date=reading.date
+    )
     tally, digest = Tally(), blake2b(digest_size=DIGEST_BYTES)
     kept = [0] * len(files)
     written, all_trained = 0, True
@@ -202,7 +208,7 @@ def _end_with_parent() -> None:
 
 @functools.cache
 def _tokenizer(reading: Reading) -> Tokenizer:
-    return open_tokenizer(reading.tokenizer_path, train_inserted=reading.train_inserted)
+    return open_tokenizer(reading.tokenizer_path, train_inserted=reading.train_inserted, date=reading.date)
 
 
 def _encode(piece: _Piece, reading: Reading) -> _Numbers:

@@ -117,6 +117,7 @@ def _open_sets(config: RunConfig, resolved: ResolvedRun, split: str) -> list[Ope
                 on_bad_sample=config.on_bad_sample,
                 pack=config.pack,
                 train_inserted=config.train_inserted_think,
+                date=config.chat_template_date,
                 eval_fraction=config.eval_fraction or None,
             ),
         )

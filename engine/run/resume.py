@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from triaxis.engine.checkpoint.folder import FOLDER, complete_checkpoints
@@ -36,6 +37,14 @@ class Start:
 
 
 def find_start(config: RunConfig, *, restarted: bool) -> Start:
+    """How the run begins, as `_find_start` says, with the day that chat templates write: a checkpoint's, else today."""
+    start = _find_start(config, restarted=restarted)
+    held = start.state.config.get("chat_template_date") if start.state is not None else None
+    day = config.chat_template_date or str(held or date.today().isoformat())
+    return dataclasses.replace(start, config=dataclasses.replace(start.config, chat_template_date=day))
+
+
+def _find_start(config: RunConfig, *, restarted: bool) -> Start:
     """What `--resume` means in this folder; `restarted`: by a launcher, after a failure of the same run.
 
     Raises ConfigError where an older run's checkpoints are in the way, CheckpointError where none can be read.

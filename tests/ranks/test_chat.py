@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from triaxis.engine.config import RunConfig
+from triaxis.engine.data.day import writes_dates
 from triaxis.engine.data.jsonl import Document, Tally, read_documents
 from triaxis.engine.data.tokenizer import open_tokenizer
 
@@ -391,6 +392,19 @@ def test_a_fault_of_the_template_is_a_bad_line(
     assert len(documents) == 1 and len(tally.bad) == 1
     with pytest.raises(ValueError, match="chat template must be one that jinja reads, but line 1"):
         open_tokenizer(folder(folders, "bytes", "{% for %}"))
+
+
+def test_a_day_that_a_template_writes_is_one_for_the_whole_run(
+    folders: dict[str, Any], tmp_path: Path
+) -> None:
+    path = folder(folders, "bytes", "{{ strftime_now('%d %b %Y') }}" + CHATML)
+    assert writes_dates(path) and not writes_dates(folder(folders, "bytes", CHATML))
+    tokenizer = open_tokenizer(path, date="2024-07-26")
+    assert "the chat template writes the day: 2024-07-26" in tokenizer.notes[0]
+    data = tmp_path / "x.jsonl"
+    data.write_text(json.dumps({"messages": messages(*TALK)}) + "\n")
+    (document,) = read_documents(data, tokenizer, Tally(), "error")
+    assert tokenizer.decode(document.ids).startswith("26 Jul 2024")
 
 
 def test_the_code_of_a_tokenizers_folder_is_not_run(folders: dict[str, Any], tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ SEEN: dict[str, tuple[Flags, Flags]] = {
     "router_bias_rate": ({}, {"router_bias_rate": 0.0}),
     "seq": ({}, {"seq": 32}),
     "pack": ({}, {"pack": False}),
+    "chat_template_date": ({}, {"chat_template_date": "yesterday"}),
     "on_bad_sample": ({"data": "bad.jsonl"}, {"on_bad_sample": "skip"}),
     "tp": ({}, {"tp": 2}),
     "pp": ({}, {"pp": 2}),

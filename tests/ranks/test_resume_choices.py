@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,17 @@ def test_a_run_can_go_back_to_an_older_checkpoint_in_its_own_folder(
     assert names(tmp_path) == sorted([f"aside-1-{step(10)}", *(step(number) for number in (2, 4, 6, 8, 10))])
     assert rows(tmp_path) == kept
     assert run({**common, "resume": "auto"}).steps == 10
+
+
+def test_a_run_goes_on_with_the_day_of_its_first_start(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Or a chat template that writes the day would make other data of it every midnight."""
+    common = {**flags, "output_dir": str(tmp_path)}
+    assert find_start(RunConfig(**common), restarted=False).config.chat_template_date == f"{date.today()}"
+    run({**common, "steps": 2, "chat_template_date": "2024-07-26"})
+    again = RunConfig(**common, resume="auto")
+    assert find_start(again, restarted=False).config.chat_template_date == "2024-07-26"
+    other = replace(again, chat_template_date="2025-01-01")
+    assert find_start(other, restarted=False).config.chat_template_date == "2025-01-01"
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(
