@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.ranks.test_huggingface import make
+from tests.ranks.test_huggingface import FAMILY_CASES, make
 from tests.runs import rows, run
 from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
@@ -91,7 +91,11 @@ def test_chats_and_a_folder_in_a_folder_out(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", ["llama3.2", "gpt2", "phi3", "qwen3"])
+OFTEN = ["llama3.2", "gpt2", "phi3", "qwen3"]
+RARELY = [pytest.param(case, marks=pytest.mark.full) for case in FAMILY_CASES if case not in OFTEN]
+
+
+@pytest.mark.parametrize("case", [*OFTEN, *RARELY])
 @pytest.mark.parametrize(
     "layout",
     [{"zero": 0}, {**CUBE, "sp": True, "zero": 1}, {"dp": 4, "zero": 3}],
@@ -104,6 +108,7 @@ def test_learning_rate_zero_gives_back_every_tensor(
     add_tokenizer(tmp_path / "in")
     out = tmp_path / "out"
     more = {"learning_rate": 0.0, "weight_decay": 0.0, "steps": 2, "save_hf": str(out), **layout}
+    more |= {"router_bias_rate": 0.0} if case == "deepseek-v3" else {}
     run(flags(tmp_path, model_name_or_path=str(tmp_path / "in"), **more))
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "in", out))
     assert before.keys() == after.keys()
