@@ -31,6 +31,15 @@ def _resume(value: str) -> Meant:
     return Meant(words=("--resume", value))
 
 
+def _warm_up(value: str) -> Meant:
+    """Newer versions of transformers take a part of all steps under the same name."""
+    try:
+        part = 0 < float(value) < 1
+    except ValueError:
+        part = False
+    return Meant(words=("--warmup-ratio" if part else "--warmup-steps", value))
+
+
 _OPTIMIZERS = dict.fromkeys(
     ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"
 )
@@ -98,6 +107,7 @@ VALUES: dict[str, Translation] = {
     "--max-seq-length": renamed("--seq"),
     "--model-max-length": renamed("--seq"),
     "--resume-from-checkpoint": _resume,
+    "--warmup-steps": _warm_up,
     "--optim": _optim,
     "--eval-strategy": _evaluation,
     "--evaluation-strategy": _evaluation,

@@ -126,6 +126,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ("--bf16 True --learning_rate 2e-5", {"dtype": "bf16", "learning_rate": 2e-5}),
     ("--bf16 false", {"dtype": "fp32"}),
     ("--max_steps 30 --warmup_ratio 0.03", {"steps": 30, "warmup_ratio": 0.03}),
+    ("--max_steps 30 --warmup_steps 0.1", {"steps": 30, "warmup_ratio": 0.1}),  # N17
+    ("--max_steps 30 --warmup_steps 3", {"steps": 30, "warmup_steps": 3}),
     ("--max-steps -1", {"steps": None}),
     ("--gradient_checkpointing true --logging_steps 5", {"recompute": True, "logging_steps": 5}),
     ("--gradient_checkpointing=False", {"recompute": False}),
