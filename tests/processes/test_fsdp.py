@@ -19,8 +19,12 @@ from tests.agreement import (
     sequences,
 )
 from tests.forked import run_processes
+from triaxis.engine.config import DataParallel
+from triaxis.engine.plan import StepPlan
 from triaxis.engine.step import TrainingStep
 from triaxis.models.config import ModelConfig
+from triaxis.models.huggingface.folder import open_weights
+from triaxis.models.weights import filler
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
@@ -95,3 +99,31 @@ def test_bf16_keeps_masters_in_fp32(tmp_path: Path) -> None:
     expected = run_processes(2, tmp_path, lambda world: losses_around_evaluation(world, "zero", "bf16"))
     assert found[0][:-1] == pytest.approx(expected[0][:-1], rel=5e-3)
     assert sum(rank[-1] for rank in found) == 4 * MODEL.parameters()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", ["llama3.2", "gpt2"])
+def test_fsdp_begins_with_the_weights_of_a_folder(case: str, tmp_path: Path) -> None:  # N35
+    """Rotary tables and other buffers too, which no file holds: the first loss is theirs."""
+    from tests.ranks.test_huggingface import make, read_model, their_gradients  # loads transformers
+    from tests.ranks.test_huggingface_layouts import ROWS as COUNT
+    from tests.ranks.test_huggingface_layouts import rows_of, whole_batch
+
+    theirs = make(case, tmp_path / "in")
+    model = read_model(tmp_path / "in")
+    _, loss, _ = their_gradients(theirs, whole_batch(rows_of(model)))
+
+    def first_loss(world: World) -> float:
+        mesh, share = build_mesh(world, Topology(dp=2)), COUNT // 2
+        plan = StepPlan(
+            model=model,
+            microbatch_size=1,
+            microbatches=share,
+            sequence_length=16,
+            data_parallel=DataParallel.FSDP,
+            zero=3,
+        )
+        step = TrainingStep(plan, mesh, filler(open_weights(tmp_path / "in", model)))
+        return step.train(rows_of(model)[mesh.dp.rank * share :][:share], 0.0).loss
+
+    assert run_processes(2, tmp_path, first_loss) == pytest.approx([float(loss)] * 2, rel=1e-5)
