@@ -224,6 +224,10 @@ def test_a_name_is_found_in_the_hubs_cache_or_refused(
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     assert local_model("some/model") == str(snapshot)
     assert load_config(local_model("some/model")).layers == 2
+    (snapshot / "model.safetensors").rename(tmp_path / "later")
+    with pytest.raises(ValueError, match=r"has not all of its safetensors.* hf download some/model"):
+        local_model("some/model")
+    (tmp_path / "later").rename(snapshot / "model.safetensors")
     with pytest.raises(ValueError, match="hf download some/other"):
         local_model("some/other")
     with pytest.raises(ValueError, match="which is neither"):
