@@ -144,7 +144,7 @@ def test_scaled_rotary_positions_are_theirs_far_out(kind: str, tmp_path: Path) -
         torch.testing.assert_close(found[:, position], logits[:, position], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama3.2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("case", ["llama3.2", "qwen3", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_the_exported_configuration_is_the_sources(case: str, tmp_path: Path) -> None:  # N28, N29
     """With the size of a head that is no part of the hidden size, and the scaling of positions."""
     make(case, tmp_path / "in")
@@ -362,7 +362,7 @@ def test_the_rate_of_a_bias_that_is_not_there_is_refused(tmp_path: Path) -> None
         resolve(RunConfig(model_name_or_path=str(tmp_path), router_bias_rate=0.0), 1)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_a_vocabulary_that_tp_does_not_divide_comes_out_as_it_went_in(
     tp: int, tmp_path: Path
 ) -> None:  # B56, B86
@@ -373,7 +373,7 @@ def test_a_vocabulary_that_tp_does_not_divide_comes_out_as_it_went_in(
     assert json.loads((out / CONFIG).read_text())["vocab_size"] == 509
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_one_file_of_weights_is_the_model_whatever_shares_of_it_ranks_held(
     zero: int, tmp_path: Path
 ) -> None:  # B76
@@ -389,7 +389,9 @@ def test_one_file_of_weights_is_the_model_whatever_shares_of_it_ranks_held(
     assert not same(tmp_path / "in", tmp_path / "out")
 
 
-@pytest.mark.parametrize("more", [{"recompute": True}, {**CUBE, "zero": 2}], ids=str)
+@pytest.mark.parametrize(
+    "more", [pytest.param({"recompute": True}, marks=pytest.mark.full), {**CUBE, "zero": 2}], ids=str
+)
 def test_exported_names_are_the_hubs_however_the_model_was_wrapped(
     more: dict[str, Any], tmp_path: Path
 ) -> None:  # B81
