@@ -191,8 +191,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "row end the run).",
         "spike_factor": "A gradient norm above this many times its average of late counts as not finite.",
         "straggler_factor": "A rank whose work takes so many times as long as its like's, for ten steps, is named.",
-        "check_collectives": "Steps, after a start, in which ranks compare what they ask for before each collective; "
-        "who reads another's memory always does.",
+        "check_collectives": "Steps, after a start, in which ranks compare what they ask for before each collective, "
+        "and on CPUs each message; who reads another's memory always does.",
         "elastic": "Keep the checkpoint's global batch with another number of ranks: dp and microbatches follow.",
     },
 }

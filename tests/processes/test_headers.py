@@ -57,6 +57,58 @@ def test_both_sides_of_a_mismatch_are_told(what: str, transport: Transport, tmp_
         assert f"  rank 2: {said}" in result and "processes/test_headers.py:" in result
 
 
+MESSAGES: dict[str, tuple[torch.Tensor, str, str]] = {
+    "type": (torch.ones(8, dtype=torch.float64), "F0", "(8,) float64"),
+    "shape": (torch.ones(9), "F0", "(9,) float32"),
+    "purpose": (torch.ones(8), "B0", "(8,) float32"),
+}
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("what", MESSAGES)
+def test_both_sides_of_a_message_are_told(what: str, transport: Transport, tmp_path: Path) -> None:
+    """Before, over sockets: Gloo ended the process, or the receiver waited, with one side's call only."""
+    buffer, label, kinds = MESSAGES[what]
+
+    def main(world: World) -> None:
+        world.check_collectives(transport == "gloo")
+        group = world.new_group("pp", [range(world.size)])
+        if world.rank == 0:
+            work = group.isend(torch.ones(8), 1, label="F0")
+            group.irecv(
+                torch.ones(8), 1, label="B7"
+            ).wait()  # what a sender does before it looks at what it sent
+            work.wait()
+        else:
+            group.irecv(buffer, 0, label=label).wait()
+
+    results = run_processes(2, tmp_path, main, transport=transport)
+    assert all(result.startswith("RankError: ") for result in results)
+    assert "'pp' (0, 1) ask for different things:" in results[1]
+    assert re.search(r"  rank 0: .*F0.*\(8,\) float32 at .*test_headers.py:", results[1])
+    assert re.search(rf"  rank 1: .*{label}.*{re.escape(kinds)} at .*test_headers.py:", results[1])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_compared_messages_come_as_they_were_sent(checked: bool, tmp_path: Path) -> None:
+    """Both ways at once, and waited for in the reverse order."""
+
+    def main(world: World) -> list[float]:
+        world.check_collectives(checked)
+        group, other = world.new_group("pp", [range(2)]), 1 - world.rank
+        sends = [
+            group.isend(torch.full((4,), 10.0 * world.rank + i), other, label=f"{world.rank} {i}")
+            for i in range(3)
+        ]
+        buffers = [torch.empty(4) for _ in range(3)]
+        works = [group.irecv(buffers[i], other, label=f"{other} {i}") for i in range(3)]
+        for work in [*reversed(works), *sends]:
+            work.wait()
+        return [float(buffer.sum()) / 4 for buffer in buffers]
+
+    assert run_processes(2, tmp_path, main, transport="gloo") == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
+
+
 def test_headers_are_exchanged_in_the_first_steps(tmp_path: Path) -> None:
     """--check-collectives 2: each of two ranks compares in two steps, and not in the third."""
 
