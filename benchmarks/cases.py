@@ -50,6 +50,7 @@ class Case:
     warmup_steps: int = 2
     zero: int = 0
     sequence_parallel: bool = False
+    dtype: str = "fp32"
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        return f"hidden {self.size.hidden}, tp,pp,dp {self.layout}"
+        return f"hidden {self.size.hidden}, tp,pp,dp {self.layout}, {self.dtype}"
 
 
 SIZES = {

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.floor import products_of, seconds_of
 from triaxis.engine.plan import Precision, StepPlan, UpdateRule
 from triaxis.engine.step import TrainingStep
 from triaxis.models.batch import Batch
@@ -27,15 +31,18 @@ from triaxis.parallel.worlds.mesh import Mesh, build_mesh
 from triaxis.parallel.worlds.process import open_process_world
 
 LEARNING_RATE = 1e-3
+FLOOR_ROUNDS = 5
 
 
 @dataclass(slots=True)
 class Record:
-    """What one rank measured, by timed step; losses of all steps."""
+    """What one rank measured, by timed step; losses of all steps; a step's products alone, by round."""
 
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    product_seconds: list[float] = field(default_factory=list)
+    peak_rss_bytes: int = 0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -125,8 +132,9 @@ def profile_step(step: TrainingStep, mesh: Mesh, path: Path) -> None:
 def report(record: Record, mesh: Mesh, arguments: argparse.Namespace) -> dict[str, object]:
     """The figures of all ranks. Collective."""
     mine = {
+        "peak_rss_bytes": record.peak_rss_bytes,
         "cpu_seconds": record.cpu_seconds,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "product_seconds": record.product_seconds,
         "sent_bytes": mesh.sent_bytes(),
     }
     ranks: list[dict[str, object]] = [{} for _ in range(mesh.world.size)]
@@ -142,6 +150,7 @@ def report(record: Record, mesh: Mesh, arguments: argparse.Namespace) -> dict[st
         "zero": arguments.zero,
         "step_seconds": record.step_seconds,
         "cpu_seconds": [sum(each) for each in zip(*(r["cpu_seconds"] for r in ranks), strict=True)],
+        "product_seconds": [sum(each) for each in zip(*(r["product_seconds"] for r in ranks), strict=True)],
         "losses": record.losses,
         "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
         "sent_bytes_per_step": {name: count // arguments.steps for name, count in sent.items()},
@@ -162,6 +171,10 @@ def main() -> None:
     mesh = build_mesh(world, Topology(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp))
     step = TrainingStep(make_plan(arguments), mesh)
     record = measure(step, mesh, steps=arguments.steps, warmup_steps=arguments.warmup)
+    record.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    products = products_of(lambda: step.train(make_batches(step.plan, 0, mesh.dp_rank), LEARNING_RATE))
+    mesh.everyone.barrier()
+    record.product_seconds = seconds_of(products, FLOOR_ROUNDS)
     line = json.dumps(report(record, mesh, arguments))
     if arguments.profile is not None:
         profile_step(step, mesh, arguments.profile)

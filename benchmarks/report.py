@@ -83,6 +83,7 @@ def case_report(case: Case, rounds: Rounds) -> dict[str, object]:
         over = {q.name: ratios(case, rounds, name, q) for q in QUANTITIES} if name != OURS else {}
         stacks[name] = {
             **figures,
+            "step_over_its_products": _plain(spread(floor)) if (floor := over_products(done)) else None,
             "sent_bytes_per_step": done[-1].sent_bytes,
             "losses": [done[-1].first_loss, done[-1].last_loss],
             "ours_over_it": {key: _plain(value) for key, value in over.items() if value},
@@ -91,6 +92,7 @@ def case_report(case: Case, rounds: Rounds) -> dict[str, object]:
     return {
         "hidden": size.hidden,
         "layers": size.layers,
+        "dtype": case.dtype,
         "layout": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
         "tokens_per_step": case.tokens_per_step,
         "stacks": stacks,
@@ -110,8 +112,18 @@ def case_table(case: Case, rounds: Rounds) -> str:
             middle = statistics.median(quantity.value(case, run) for run in done) * quantity.scale
             ratio = ratios(case, rounds, name, quantity) if name != OURS else None
             cells.append(f"{middle:9.0f} {quantity.unit} {f'×{ratio}' if ratio else '':<18}")
-        lines.append(f"  {name:<10}" + " ".join(cells) + _bytes_cell(done[-1]))
+        lines.append(f"  {name:<10}" + " ".join(cells) + _bytes_cell(done[-1]) + _floor_cell(done))
     return "\n".join(lines)
+
+
+def over_products(runs: Sequence[Measurement]) -> list[float]:
+    """CPU seconds of a step over those of its matrix products alone, in the same run."""
+    return [run.cpu_seconds / run.product_seconds for run in runs if run.product_seconds]
+
+
+def _floor_cell(runs: Sequence[Measurement]) -> str:
+    found = over_products(runs)
+    return f"; {spread(found)} × its products" if found else ""
 
 
 def _bytes_cell(run: Measurement) -> str:
@@ -155,7 +167,7 @@ def draw(results: Sequence[tuple[Case, Rounds]], path: Path) -> None:
         better = "more" if quantity.more_is_better else "less"
         axes.set_ylabel(f"{quantity.unit}\nours ÷ theirs ({better} is better)")
     panels[0].legend()
-    labels = [f"h{case.size.hidden}\n{case.layout}" for case, _ in results]
+    labels = [f"h{case.size.hidden}\n{case.dtype}\n{case.layout}" for case, _ in results]
     panels[-1].set_xticks(range(len(labels)), labels)
     panels[-1].set_xlabel("hidden size, and tp,pp,dp")
     figure.savefig(path, dpi=120)

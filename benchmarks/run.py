@@ -33,6 +33,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", action="append", help="tp,pp,dp; may be repeated")
     parser.add_argument("--hidden", action="append", type=int, choices=sorted(SIZES), help="may be repeated")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="ours; megatron's from 1 (0)")
+    parser.add_argument("--dtype", action="append", choices=("fp32", "bf16"), help="may be repeated (both)")
     parser.add_argument("--sp", action="store_true", help="ours with sequence parallelism")
     parser.add_argument("--stack", action="append", choices=[s.name for s in STACKS], help="only these")
     parser.add_argument("--peers-dir", type=Path, default=ROOT.parent / "shared" / "peers")
@@ -56,7 +57,9 @@ def make_cases(arguments: argparse.Namespace) -> list[Case]:
             steps=arguments.steps,
             zero=arguments.zero,
             sequence_parallel=arguments.sp,
+            dtype=dtype,
         )
+        for dtype in arguments.dtype or (["fp32"] if arguments.quick else ["fp32", "bf16"])
         for size in sizes
         for layout in layouts
     ]

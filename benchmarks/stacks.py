@@ -19,7 +19,10 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One run. Seconds: medians over steps, CPU summed over ranks; sent_bytes: over ranks, of a step."""
+    """One run. Seconds: medians over steps, CPU summed over ranks; sent_bytes: over ranks, of a step.
+
+    product_seconds: CPU seconds of a step's matrix products alone, over ranks
+    """
 
     step_seconds: float
     cpu_seconds: float
@@ -27,6 +30,7 @@ class Measurement:
     first_loss: float
     last_loss: float
     sent_bytes: dict[str, int] | None = None
+    product_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,7 @@ def _ours(case: Case, answer: Path) -> list[str]:
     values = _sizes(case) | _axes(case, "tp", "pp", "dp")
     values |= {"ffn": size.ffn, "mbs": size.microbatch_size, "microbatches": size.microbatches}
     values |= {"steps": case.steps, "warmup": case.warmup_steps, "zero": case.zero, "json": answer}
+    values["dtype"] = case.dtype
     return _flags(values) + (["--sp"] if case.sequence_parallel else [])
 
 
@@ -99,6 +104,7 @@ def _read_ours(answer: Path) -> Measurement:
         first_loss=result["losses"][0],
         last_loss=result["losses"][-1],
         sent_bytes=result["sent_bytes_per_step"],
+        product_seconds=statistics.median(result["product_seconds"]),
     )
 
 
@@ -107,7 +113,7 @@ def _native(case: Case, answer: Path) -> list[str]:
     values = _sizes(case) | _axes(case, "tp", "pp", "dp")
     values |= {"ffn": size.ffn, "mbs": size.microbatch_size, "microbatches": size.microbatches}
     values |= {"steps": case.steps, "warmup": case.warmup_steps, "json": answer, "clip": 1.0}
-    return _flags(values)
+    return _flags(values) + (["--dtype", "bfloat16"] if case.dtype == "bf16" else [])
 
 
 def _read_native(answer: Path) -> Measurement:
@@ -125,7 +131,7 @@ def _megatron(case: Case, answer: Path) -> list[str]:
     size = case.size
     values = _sizes(case) | _axes(case, "tp", "pp")
     values |= {"micro": size.microbatch_size, "num-micro": size.microbatches}
-    values |= {"steps": case.steps + case.warmup_steps, "out": answer}
+    values |= {"steps": case.steps + case.warmup_steps, "out": answer, "dtype": case.dtype}
     return [*_flags(values), "--swiglu", *(["--no-dist-opt"] if case.zero == 0 else [])]
 
 
@@ -144,6 +150,7 @@ def _deepspeed(case: Case, answer: Path) -> list[str]:
     size = case.size
     values = _sizes(case) | {"mbs": size.microbatch_size, "accum": size.microbatches, "stage": case.zero}
     values |= {"steps": case.steps + case.warmup_steps, "out": answer, "clip": 1.0}
+    values["dtype"] = case.dtype
     values |= {"mode": "pipe", "pp": case.layout.pp} if case.layout.pp > 1 else {"mode": "zero"}
     return [*_flags(values), "--no-jit"]
 

@@ -34,7 +34,7 @@ def flag(command: list[str], name: str) -> str:
 
 def test_cases_are_those_promised() -> None:
     cases = run.make_cases(run.parse_arguments([]))
-    assert len(cases) == len(SIZES) * len(LAYOUTS) == 10
+    assert len(cases) == 2 * len(SIZES) * len(LAYOUTS) == 20  # fp32 and bf16
     assert [SIZES[hidden].ffn for hidden in (256, 1024)] == [704, 2752]
     assert CASE.tokens_per_step == 8 * 2 * 128 * 2
 
