@@ -43,6 +43,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     product_seconds: list[float] = field(default_factory=list)
     peak_rss_bytes: int = 0
+    sent_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -135,7 +136,7 @@ def report(record: Record, mesh: Mesh, arguments: argparse.Namespace) -> dict[st
         "peak_rss_bytes": record.peak_rss_bytes,
         "cpu_seconds": record.cpu_seconds,
         "product_seconds": record.product_seconds,
-        "sent_bytes": mesh.sent_bytes(),
+        "sent_bytes": record.sent_bytes,
     }
     ranks: list[dict[str, object]] = [{} for _ in range(mesh.world.size)]
     dist.all_gather_object(ranks, mine)
@@ -172,6 +173,7 @@ def main() -> None:
     step = TrainingStep(make_plan(arguments), mesh)
     record = measure(step, mesh, steps=arguments.steps, warmup_steps=arguments.warmup)
     record.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    record.sent_bytes = dict(mesh.sent_bytes())
     products = products_of(lambda: step.train(make_batches(step.plan, 0, mesh.dp_rank), LEARNING_RATE))
     mesh.everyone.barrier()
     record.product_seconds = seconds_of(products, FLOOR_ROUNDS)

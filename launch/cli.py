@@ -17,6 +17,7 @@ COMMANDS = {
     "config": "what a command line and its files come to, and where each value is from",
     "train": "train a model",
     "run": "train on several processes",
+    "compare": "ways of sharing and switches, measured with your run on this machine",
     "simulate": "the whole cluster's program on this machine, without its GPUs",
     "schedule": "draw a pipeline schedule",
     "preprocess": "text into token files",

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from triaxis.engine.plan import Recompute
 from triaxis.launch.planner.chunks import PIECES, Bucket, Chunk, unit_of
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.pool import SETTLED
@@ -23,6 +24,8 @@ from triaxis.parallel.worlds.communicators import UNDER_WAY
 
 OWN_MAPPING_BYTES: Final = 1 << 20
 """Tensors from here on are given back when they are freed (engine/run/peak.py); smaller ones stay in the heap."""
+COMPILER_BYTES: Final = 75e6
+"""torch.utils.checkpoint, which runs a block's forward again, loads torch's compiler (torch 2.13)."""
 KEPT_REGIONS: Final = 2
 """Of one size in a group whose members wait for each other: one is read while the next is written."""
 
@@ -34,6 +37,7 @@ def process_bytes(
     context = layout.hardware.context_bytes
     assert context is not None, "measured by doctor, on CPUs"
     plan = layout.plan
+    context += COMPILER_BYTES if plan.recompute is not Recompute.NONE else 0.0
     prices = profile(apart(plan, layout.pp), layout.tp, layout.hardware)
     # products of 16 bits are made in fp32: the head's gradient is the largest
     narrow = plan.dtype.element_bytes == 2 and stage == layout.pp - 1
