@@ -19,9 +19,17 @@ from triaxis.parallel.worlds.process import open_process_world
 
 
 def run_processes(
-    size: int, folder: Path, main: Callable[[World], Any], *, transport: Transport = "auto"
+    size: int,
+    folder: Path,
+    main: Callable[[World], Any],
+    *,
+    transport: Transport = "auto",
+    before: Callable[[int], None] = lambda rank: None,
 ) -> list[Any]:
-    """What `main` returned, or the text of what it raised, by rank; None for a rank that was killed."""
+    """What `main` returned, or the text of what it raised, by rank; None for a rank that was killed.
+
+    before: what each rank's process does first
+    """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
 
@@ -31,6 +39,7 @@ def run_processes(
             if other != rank:
                 writer.close()
         try:
+            before(rank)
             world = open_process_world(
                 rank=rank,
                 size=size,

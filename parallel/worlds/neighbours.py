@@ -163,7 +163,7 @@ def meet_neighbours(store: Store, rank: int, size: int, seconds: float) -> Neigh
 
     Raises NeighbourError where one does not answer.
     """
-    listener = _listen() if hasattr(os, "memfd_create") else None
+    listener = _listen() if can_share() else None
     name = listener.getsockname().hex() if listener else ""
     store.set(f"near-{rank}", json.dumps([_machine() if listener else f"alone {rank}", name]))
     if rank == 0:
@@ -229,6 +229,16 @@ def _is_own(connection: socket.socket) -> bool:
     """Whether the other side is a process of the same user."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.getuid())
+
+
+def can_share() -> bool:
+    """Whether the system has what this needs (Linux has), and lets a process map as much."""
+    try:
+        _machine()
+        Arena(1).close()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
 
 
 def _machine() -> str:

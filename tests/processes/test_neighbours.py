@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -111,6 +112,24 @@ def test_a_sum_is_the_same_whether_it_goes_on_beside_or_not(tmp_path: Path) -> N
         return same
 
     assert run_processes(3, tmp_path, main) == [True] * 3
+
+
+def test_without_means_or_room_all_ranks_send(tmp_path: Path) -> None:
+    """One rank may map less than the machine has: no rank reads another's memory then."""
+
+    def main(world: World) -> tuple[bool, float]:
+        group = world.new_group("all", [range(world.size)])
+        tensor = torch.ones(8)
+        group.all_reduce(tensor)
+        return isinstance(group, SharedGroup), float(tensor.sum())
+
+    def limited(rank: int) -> None:
+        if rank == 1:
+            mapped, page = int(Path("/proc/self/statm").read_text().split()[0]), os.sysconf("SC_PAGE_SIZE")
+            room = mapped + os.sysconf("SC_PHYS_PAGES") // 2
+            resource.setrlimit(resource.RLIMIT_AS, (room * page, resource.RLIM_INFINITY))
+
+    assert run_processes(2, tmp_path, main, before=limited) == [(False, 16.0)] * 2
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
