@@ -219,9 +219,11 @@ def _show(
 ) -> None:
     console = present.console()
     plan, request = answer.plan, answer.plan.request
+    documents = answer.chosen.layout.plan.documents_a_row
+    packed = f", {documents} documents in each sequence" if documents > 1 else ""
     console.print(
         f"[bold]{request.model.name}[/], {request.model.parameters() / 1e9:,.2f} B parameters, on {request.gpus:,} × "
-        f"{request.hardware.name}: {len(plan.candidates):,} layouts priced, {len(plan.fitting):,} fit\n"
+        f"{request.hardware.name}: {len(plan.candidates):,} layouts priced, {len(plan.fitting):,} fit{packed}\n"
     )
     console.print(present.choice_view(answer.chosen, options.tokens, options.price))
     if simulated:

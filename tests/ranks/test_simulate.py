@@ -64,6 +64,8 @@ def test_a_hugging_face_folder_with_documents_is_planned_and_simulated_alike(
 
     for model in (str(tmp_path), str(tmp_path / "config.json")):
         asked = ["--model", model, "--document-tokens", "128"]
+        assert plan([*asked, "--gpus", "4", "--seq", "1024", "--global-batch", "8"]) == 0
+        assert "8 documents in each sequence" in " ".join(capsys.readouterr().out.split())
         best = said(plan, *asked)["best"]
         layout = [text for axis in ("dp", "tp", "pp", "zero") for text in (f"--{axis}", str(best[axis]))]
         layout += ["--per-device-train-batch-size", str(best["microbatch"]), "--dtype", "bf16"]
