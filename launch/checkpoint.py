@@ -137,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
     state = manifest.state
     facts: list[tuple[str, str]] = [
         ("checkpoint", str(path)),
-        ("step", f"{state.step:,} ({manifest.optimizer_steps:,} updates)"),
+        ("step", f"{state.step:,} ({counted(manifest.optimizer_steps, 'update')})"),
         ("tokens", f"{state.tokens:,}"),
         ("stored row's loss", str(state.eval_loss)),
         ("size", f"{_size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}"),
@@ -205,7 +205,7 @@ def _diff(options: argparse.Namespace) -> int:
     if steps[0] != steps[1]:
         rows.append(("updates done", f"{steps[0]} against {steps[1]}"))
     if not rows:
-        print(f"{len(ours)} tensors, all equal")
+        print(f"{counted(len(ours), 'tensor')}, all equal")
         return 0
     _print_table([("tensor", "largest difference"), *rows], right=2)
     return 1

@@ -16,6 +16,7 @@ from triaxis.launch.ending import Exit, refuse, run_command
 from triaxis.launch.flags import RunParser, config_of, train_parser
 from triaxis.launch.hub import located
 from triaxis.launch.resolution import Setting, curve_of, model_origin, model_settings, settings_of, sparkline
+from triaxis.parallel.places.legal_values import counted
 
 DESCRIPTION = """Prints the run that a command line asks for: every value, and whether a flag, a key of a DeepSpeed or
 Accelerate file, the model's folder or a default decided it; then the learning rate of its steps.
@@ -147,7 +148,7 @@ def _show_curve(console: Any, config: RunConfig, steps: int | None) -> None:  # 
         console.print("[bold]learning rate[/]: its steps follow from the data; --read-data counts them")
         return
     curve = curve_of(config, steps)
-    console.print(f"[bold]learning rate[/] over {steps} steps, {config.lr_scheduler_type}")
+    console.print(f"[bold]learning rate[/] over {counted(steps, 'step')}, {config.lr_scheduler_type}")
     console.print(sparkline([rate for _, rate in curve], CURVE_WIDTH))
     warmup = warmup_steps_of(config, steps)
     wanted = {1, warmup, steps // 4, steps // 2, 3 * steps // 4, steps} - {0}

@@ -31,6 +31,7 @@ from triaxis.launch.writing import check_target, write_text, written_aside
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.guest import refuse_guest
 from triaxis.models.presets import PRESETS, load_config
+from triaxis.parallel.places.legal_values import counted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +115,6 @@ class _Answer:
 def _plan(options: argparse.Namespace, hardware: Hardware) -> int:
     request = _request(options, hardware)
     if options.report is not None:
-        _make_folder(options.report)
         check_target(options.report, "report", overwrite=options.overwrite)
     wishes = [parse_wish(text) for text in options.explain]
     plan = search(request)
@@ -181,16 +181,6 @@ def _files(options: argparse.Namespace, answer: _Answer, simulated: Sequence[Rep
             )
         written.append(str(options.report))
     return written
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"`--report` must be a place that can be written, but {str(path)[:200]} is not: {error.strerror}; "
-            f"give another"
-        ) from error
 
 
 def _write(options: argparse.Namespace, answer: _Answer) -> tuple[Path, ...]:
@@ -269,9 +259,8 @@ def _table(options: argparse.Namespace, hardware: Hardware) -> int:
         print(json.dumps({**said, "rows": found}, indent=2))
         return 0
     console = present.console()
-    console.print(
-        f"[bold]{hardware.name}, {options.seq:,} tokens a sequence, {options.global_batch:,} sequences a step[/]\n"
-    )
+    tokens, sequences = counted(options.seq, "token"), counted(options.global_batch, "sequence")
+    console.print(f"[bold]{hardware.name}, {tokens} a sequence, {sequences} a step[/]\n")
     console.print(present.table_view(rows))
     console.print("\n[bold]memory of the rows, fullest rank[/]")
     console.print(present.memory_view(row for row, _ in rows))
@@ -292,7 +281,7 @@ def _memory(options: argparse.Namespace, hardware: Hardware) -> int:
         f"pure data parallelism[/]"
     )
     console.print(present.states_view(states))
-    console.print(f"\n[bold]{hardware.name}, {options.seq:,} tokens a sequence[/]")
+    console.print(f"\n[bold]{hardware.name}, {counted(options.seq, 'token')} a sequence[/]")
     console.print(present.needs_view(counts))
     console.print(
         "least: the fewest that hold it at all, everything sharded and recomputed. recommended: the fewest without\n"

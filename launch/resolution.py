@@ -19,6 +19,7 @@ from triaxis.engine.config import (
 from triaxis.launch.flags import GROUPS
 from triaxis.launch.foreign.keys import flag_of
 from triaxis.models.config import ModelConfig
+from triaxis.parallel.places.legal_values import counted
 
 DEFAULT = "default"
 CURVE_POINTS = 200
@@ -60,13 +61,14 @@ def settings_of(
             found.append(_setting(section, name, config, resolved, sources))
     if total_steps is None or resolved.total_steps is not None:
         return found
-    epochs = f"{resolved.epochs:g} epochs of the data, {resolved.global_batch} sequences a step"
-    counted = {"steps": (total_steps, epochs)}
+    told_batch = counted(resolved.global_batch, "sequence")
+    epochs = f"{resolved.epochs:g} epoch{'s' * (resolved.epochs != 1)} of the data, {told_batch} a step"
+    followed = {"steps": (total_steps, epochs)}
     if config.warmup_ratio is not None:
-        counted["warmup_steps"] = (warmup_steps_of(config, total_steps), _part_of(config.warmup_ratio))
+        followed["warmup_steps"] = (warmup_steps_of(config, total_steps), _part_of(config.warmup_ratio))
     return [
-        dataclasses.replace(each, value=counted[each.name][0], origin=counted[each.name][1])
-        if each.name in counted
+        dataclasses.replace(each, value=followed[each.name][0], origin=followed[each.name][1])
+        if each.name in followed
         else each
         for each in found
     ]
@@ -115,7 +117,7 @@ def _model(config: RunConfig, resolved: ResolvedRun) -> Followed | None:
 
 def _dp(config: RunConfig, resolved: ResolvedRun) -> Followed:
     topology = resolved.topology
-    rest = f"{topology.world_size} ranks / (tp {topology.tp} × pp {topology.pp})"
+    rest = f"{counted(topology.world_size, 'rank')} / (tp {topology.tp} × pp {topology.pp})"
     return Followed(topology.dp, rest)
 
 

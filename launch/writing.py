@@ -16,13 +16,15 @@ def add_overwrite(parser: Parser) -> None:
 
 
 def check_target(path: Path, flag: str, *, overwrite: bool) -> None:
-    """Refuses, before any work is done, a place that cannot be written or holds something. Raises ValueError."""
+    """Makes the folder of a file to come, before any work is done. Raises ValueError where it cannot be written.
+
+    So it does where something is there already, or stands in its way.
+    """
     shown = str(path)[:200]
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"`--{flag}` must be a place that can be written, but {shown} is not: there is no such folder; make it"
-        )
     try:
+        path.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # before the work: what cannot be written is known at once
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return

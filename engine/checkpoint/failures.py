@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from triaxis.engine.checkpoint.manifest import CheckpointError, SaveError, damaged
-from triaxis.parallel.places.legal_values import counted
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.worlds.agreement import gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -60,7 +60,6 @@ def together(mesh: Mesh, name: str, work: Callable[[], T], path: Path) -> T:
     if told:
         _, text, previous = told[0]
         if any(answer is None or answer[1] != text for answer in failures):
-            text = "; ".join(f"{name}: {text}" for name, text, _ in told[:FAILURES_NAMED])
-            text += f"; and {counted(len(told) - FAILURES_NAMED, 'rank')} more" * (len(told) > FAILURES_NAMED)
+            text = first_of([f"{name}: {text}" for name, text, _ in told], FAILURES_NAMED, noun="rank")
         raise CheckpointError(text, Path(previous) if previous else None)
     return result[0]

@@ -19,7 +19,7 @@ from typing import Any
 from triaxis.engine.data.chat import BadLine, Conversation, kind_of, parse_conversation, text_of
 from triaxis.engine.data.files import Record, records
 from triaxis.engine.data.tokenizer import Encoded, Tokenizer
-from triaxis.parallel.places.legal_values import counted
+from triaxis.parallel.places.legal_values import counted, first_of
 
 BAD_LINES_NAMED = 10
 
@@ -82,8 +82,7 @@ class Tally:
 
     def listing(self) -> str:
         """The first bad lines, and how many more."""
-        more = len(self.bad) - BAD_LINES_NAMED
-        return "; ".join(self.bad[:BAD_LINES_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        return first_of(self.bad, BAD_LINES_NAMED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import numpy as np
 from triaxis.engine.data.fingerprint import fingerprint_arrays
 from triaxis.engine.data.stream import ArrayTokens, StreamSource, cut_windows, rows_that_train, told_drops
 from triaxis.engine.data.tokenizer import BYTE_END, BYTE_VOCABULARY
+from triaxis.parallel.places.legal_values import counted
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 EVAL_ONE_IN = 40
@@ -99,6 +100,6 @@ def open_stdlib(*, split: str, sequence_length: int, folder: Path | None = None)
         vocab_size=BYTE_VOCABULARY,
         name_document=names.__getitem__,
         report=f"stdlib ({split}) of Python {platform.python_version()}: "
-        f"read {read}, kept {len(texts)}, empty {empty}, bad {bad} files{told_drops(cut, rows)}",
+        f"read {counted(read, 'file')}, kept {len(texts)}, empty {empty}, bad {bad}{told_drops(cut, rows)}",
         fingerprint=fingerprint_arrays(tokens, starts),
     )

@@ -230,5 +230,6 @@ class StreamSource:
         return self.name_document(int(np.searchsorted(self.document_starts, place, side="right")) - 1)
 
     def summary(self) -> str:
-        counts = f"{self.report}; {len(self.tokens)} tokens in {len(self)} rows of {self.sequence_length}"
+        tokens, rows = counted(len(self.tokens), "token"), counted(len(self), "row")
+        counts = f"{self.report}; {tokens} in {rows} of {self.sequence_length}"
         return "\n".join([counts, *(f"  {note}" for note in self.notes)])

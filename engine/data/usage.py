@@ -30,9 +30,9 @@ def told_usage(rows: int, samples: int, batch: int, epochs: float | None) -> str
             f"a step takes {batch:,}, and the last step is a whole one"
         )
     if samples > asked:
-        told += (
-            f"; that is {samples / rows:.3g} epochs, not {epochs:g}: a step takes {batch:,}, and there is one"
-        )
+        trained = f"{samples / rows:.3g}"
+        trained += " epoch" + "s" * (trained != "1")
+        told += f"; that is {trained}, not {epochs:g}: a step takes {batch:,}, and there is one"
     return told
 
 

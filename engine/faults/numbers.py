@@ -10,6 +10,7 @@ import torch
 from triaxis.engine.loss_scale import LossScaling
 from triaxis.engine.run.counters import Counters
 from triaxis.engine.step import StepResult, TrainingStep
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.worlds.agreement import gather_json
 
 MOST_SKIPPED_IN_A_ROW = 10
@@ -109,4 +110,4 @@ def _bad_gradients(training: TrainingStep, result: StepResult) -> str:
     names = list(dict.fromkeys(name for rank in told for name in cast(list[str], rank)))
     if not names:
         return "a gradient"
-    return f"the gradient of {names[-1]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return f"the gradient of {first_of(names[::-1], 1, separator=', ')}"

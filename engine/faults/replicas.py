@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triaxis.engine.checkpoint.states import held_chunks, held_layer_states, held_masters, held_moments
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.places.topology import Topology
 from triaxis.parallel.worlds.agreement import agree, gather_json
 
@@ -144,12 +145,10 @@ def _told(
     parameters: dict[str, list[list[set[int]]]] = {}
     for key, by_value in camps.items():
         parameters.setdefault(known[str(key)].split(" ", 1)[0], []).append(list(by_value.values()))
-    shown = sorted(parameters)[:NAMED]
-    faults = [f"{name}, {_split(mesh.topology, parameters[name])}" for name in shown]
-    more = f"; and {len(parameters) - NAMED} parameters more" * (len(parameters) > NAMED)
+    faults = [f"{name}, {_split(mesh.topology, parameters[name])}" for name in sorted(parameters)]
     return (
         f"all copies of a weight must be equal to the bit {moment}, but these are not: "
-        f"{'; '.join(faults)}{more}. {way_out}"
+        f"{first_of(faults, NAMED, noun='parameter')}. {way_out}"
     )
 
 
@@ -164,7 +163,6 @@ def _split(topology: Topology, parts: Sequence[list[set[int]]]) -> str:
 
     def listed(camp: set[int]) -> str:
         ranks = [f"{rank} ({topology.place(rank)})" for rank in sorted(camp)]
-        rest = f" and {len(ranks) - NAMED} more" * (len(ranks) > NAMED)
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:NAMED])}{rest}"
+        return f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, NAMED, separator=', ')}"
 
     return f"on {listed(odd)} not as on {listed(others - odd or others)}"

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 
 from triaxis.engine.faults.presence import Presence, is_dead, process_name
 from triaxis.engine.step import TrainingStep
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.worlds.failure import INSIDE
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -183,9 +184,9 @@ class Watchdog:
         waiting = [f"rank {rank} {text}" for rank, text in where.items() if text.startswith("waits")]
         blamed = silent + busy
         shown = blamed or waiting
-        told = "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
+        told = first_of(shown, 8)
         if blamed and waiting:
-            told += f"; {waiting[0]}" + (f", and {len(waiting) - 1} more wait" if len(waiting) > 1 else "")
+            told += f"; {first_of(waiting, 1, separator=', ')}"
         return (
             f"no progress for {still_seconds:.0f} s at {self._position()}: {told}. Every rank's position is in "
             f"{self._directory / HANG_FOLDER}; if a step takes that long, raise --hang-timeout"

@@ -110,4 +110,4 @@ def write_file(path: Path, file: Path, *, dtype: str) -> str:
     }
     save_file(tensors, file, metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"wrote {len(tensors)} tensors, {size / 1e6:,.3g} MB in {dtype}, to {file}"
+    return f"wrote {counted(len(tensors), 'tensor')}, {size / 1e6:,.3g} MB in {dtype}, to {file}"

@@ -26,6 +26,7 @@ from triaxis.engine.data.stdlib import this_python
 from triaxis.engine.data.tokenizer import open_tokenizer
 from triaxis.engine.run.mixing import Mix, course_of
 from triaxis.engine.run.on_all_ranks import RANKS_NAMED, listed_places, on_all_ranks, place_of
+from triaxis.parallel.places.legal_values import counted
 from triaxis.parallel.worlds.agreement import gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -159,7 +160,7 @@ def told_inputs(inputs: RunInputs, config: RunConfig, resolved: ResolvedRun, sam
         told.append(evaluation.source.summary())
         if eval_batches:
             rows, all_rows = evaluation.eval_samples(eval_batches), len(evaluation.source)
-            told.append(f"an evaluation takes {rows} of its {all_rows} rows, each once")
+            told.append(f"an evaluation takes {rows:,} of its {counted(all_rows, 'row')}, each once")
     if config.show_samples:
         tokenizer = open_tokenizer(resolved.tokenizer)
         for one in inputs.mix.sets:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from triaxis.engine.plain_files import kind_of, open_plain
+from triaxis.parallel.places.legal_values import counted
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -142,7 +143,8 @@ class MetricsWriter:
             self._file.close()
             if self._waiting:
                 rows = self._waiting.count(b"\n")
-                raise OSError(errno.ENOSPC, f"{rows} rows of {METRICS_NAME} are lost: the disk is full")
+                lost = f"{counted(rows, 'row')} of {METRICS_NAME} {'is' if rows == 1 else 'are'} lost"
+                raise OSError(errno.ENOSPC, f"{lost}: the disk is full")
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.worlds.agreement import agree, gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -58,5 +59,4 @@ def place_of(mesh: Mesh, rank: int, host: str) -> str:
 
 def listed_places(places: Sequence[str], count: int | None = None) -> str:
     """The first few of them; count: how many there are, if `places` are not all."""
-    more = (count or len(places)) - RANKS_NAMED
-    return ", ".join(places[:RANKS_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return first_of(places, RANKS_NAMED, separator=", ", count=count)

@@ -24,7 +24,7 @@ from triaxis.engine.run.resume import facts_of
 from triaxis.engine.run.stored_row import Row, choose_row, replay, rounding
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.kernels.table import chosen_kernels
-from triaxis.parallel.places.legal_values import counted
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.worlds.agreement import gather_json
 from triaxis.parallel.worlds.mesh import Mesh
 
@@ -55,9 +55,9 @@ def check_writable(mesh: Mesh, folder: Path) -> None:
             failure = f"rank {mesh.world.rank} on {socket.gethostname()}: {error.strerror}"
         told = [answer for answer in gather_json(mesh.everyone, failure, mesh.world.device) if answer]
         if told:
-            more = f", and {counted(len(told) - 1, 'rank')} more" * (len(told) > 1)
+            failed = first_of([str(answer) for answer in told], 1, separator=", ", noun="rank")
             raise ValueError(
-                f"checkpoints must be written to {folder}, but that cannot be, by {told[0]}{more}; see to its "
+                f"checkpoints must be written to {folder}, but that cannot be, by {failed}; see to its "
                 "permissions, or name another folder with --output-dir"
             )
 

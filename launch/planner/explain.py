@@ -10,6 +10,7 @@ from typing import Final
 from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.price import StepTime
 from triaxis.launch.planner.search import Candidate, Plan, Space, candidates, faults, topologies
+from triaxis.parallel.places.legal_values import counted
 
 PARTS: Final = {
     "compute": "products, attention and the rest of the layers",
@@ -183,7 +184,8 @@ def _illegal(plan: Plan, wish: Mapping[str, int | bool]) -> str:
         return "cannot start: " + "; ".join(found)
     if wish.get("zero") and dp == 1:
         return "is the same as zero=0: with dp 1 there is nobody to share with"
-    return f"none of the {len(plan.candidates):,} layouts of {request.gpus} ranks has all of this together"
+    layouts, ranks = counted(len(plan.candidates), "layout"), counted(request.gpus, "rank")
+    return f"none of the {layouts} of {ranks} has all of this together"
 
 
 def _too_large(candidate: Candidate, wish: Mapping[str, int | bool]) -> str:

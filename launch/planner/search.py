@@ -22,7 +22,7 @@ from triaxis.launch.planner.layout import Layout
 from triaxis.launch.planner.price import Memory, StepTime
 from triaxis.models.config import ModelConfig
 from triaxis.parallel.pipeline.schedule import ScheduleName
-from triaxis.parallel.places.legal_values import divisors
+from triaxis.parallel.places.legal_values import counted, divisors
 from triaxis.parallel.places.topology import Topology
 
 EQUAL = 0.02
@@ -298,4 +298,6 @@ def lightest(request: Request) -> tuple[Candidate, ...]:
 
 def _no_topology(request: Request) -> tuple[str, ...]:
     """Why not even one topology is legal: what the engine says about the plainest one."""
-    return faults(request, tp=1, pp=1) or (f"no topology of {request.gpus} ranks suits {request.name}",)
+    return faults(request, tp=1, pp=1) or (
+        f"no topology of {counted(request.gpus, 'rank')} suits {request.name}",
+    )

@@ -21,6 +21,7 @@ from triaxis.launch.published.cost import step_time
 from triaxis.launch.published.layout import Recipe
 from triaxis.launch.published.memory import memory
 from triaxis.launch.published.rows import Reading, Run, read_runs
+from triaxis.parallel.places.legal_values import counted
 
 SHIPPED = Path(__file__).parent / "data" / "runs.csv"
 
@@ -263,7 +264,7 @@ def print_score(found: Score) -> None:
     console.print(table)
     if found.left_out:
         console.print(
-            f"{len(found.left_out)} rows say too little to be predicted; first: {found.left_out[0]}",
+            f"{counted(len(found.left_out), 'row')} without what a prediction needs; first: {found.left_out[0]}",
             markup=False,
         )
 

@@ -16,6 +16,7 @@ from triaxis.models.huggingface.guest import GuestModel
 from triaxis.models.huggingface.guest_module import give_parameters, guest_module, without_bars
 from triaxis.models.huggingface.places import Shape
 from triaxis.models.huggingface.reader import SHOWN, ImportRefused, SafetensorsFolder, compare_shapes
+from triaxis.parallel.places.legal_values import first_of
 
 
 class _DrawnFrom(TorchDispatchMode):
@@ -148,11 +149,9 @@ def _read_by_them(folder: Path, theirs: Any, faults: list[str]) -> dict[str, Ten
     ]
     wrong += [f"  another shape: {name}" for name in sorted(str(one) for one in told["mismatched_keys"])]
     if wrong or told.get("error_msgs"):
-        more = f"\n  and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
         raise ImportRefused(
             f"`{folder}` must hold every tensor of {theirs.config.model_type}, but:\n"
-            + "\n".join(wrong[:SHOWN])
-            + more
+            + first_of(wrong, SHOWN, separator="\n", lead="… and")
         )
     return dict(model.state_dict())
 

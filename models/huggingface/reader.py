@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triaxis.models.huggingface.family import BLOCK
 from triaxis.models.huggingface.places import Place, Places, Shape
+from triaxis.parallel.places.legal_values import first_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 20
@@ -137,10 +138,8 @@ class HubWeights:
                 del there[copy]
         faults = compare_shapes(places.shapes, there, ignored)
         if faults:
-            more = [f"… and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-            raise ImportRefused(
-                "\n".join([f"{folder} is not a checkpoint of this model:", *faults[:SHOWN], *more])
-            )
+            shown = first_of(faults, SHOWN, separator="\n", lead="… and")
+            raise ImportRefused(f"{folder} is not a checkpoint of this model:\n{shown}")
 
     def _check_equal(self, shapes: Mapping[str, Shape], copy: str, whole: str, why: str) -> None:
         """A run of rows at a time: an embedding may be as large as a rank's part of the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def divisors(number: int) -> list[int]:
@@ -25,3 +25,21 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 def listed(values: Iterable[int]) -> str:
     return " or ".join(str(value) for value in values)
+
+
+def first_of(
+    texts: Sequence[str],
+    most: int,
+    *,
+    separator: str = "; ",
+    noun: str = "",
+    lead: str = "and",
+    count: int | None = None,
+) -> str:
+    """The first `most` texts, and how many more there are: `a; b; and 3 ranks more`.
+
+    noun: what they are, if told; count: how many there are, if `texts` are not all
+    """
+    left = (count or len(texts)) - most
+    more = f"{lead} {counted(left, noun) if noun else left} more"
+    return separator.join([*texts[:most], *([more] if left > 0 else [])])

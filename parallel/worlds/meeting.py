@@ -17,6 +17,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not in its list
 
+from triaxis.parallel.places.legal_values import first_of
 from triaxis.parallel.worlds.port_holder import port_holder
 
 ALL_HERE = "all"
@@ -194,5 +195,4 @@ def _missing(store: Store, where: object, size: int, seconds: float) -> str:
 def _ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0, 1, 2`, shortened where there are many."""
     each = [str(rank) for rank in ranks]
-    more = f", and {len(each) - NAMED} more" if len(each) > NAMED else ""
-    return ("rank " if len(each) == 1 else "ranks ") + ", ".join(each[:NAMED]) + more
+    return ("rank " if len(each) == 1 else "ranks ") + first_of(each, NAMED, separator=", ")

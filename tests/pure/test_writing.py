@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from triaxis.launch import schedule
-from triaxis.launch.writing import write_text, written_aside
+from triaxis.launch.writing import check_target, write_text, written_aside
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
@@ -45,6 +45,17 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         write_text(link, "x", "svg", overwrite=False)
     write_text(link, "x", "svg", overwrite=True)
     assert target.read_text() == "kept" and not link.is_symlink()
+
+
+def test_a_missing_folder_is_made_before_the_work(tmp_path: Path) -> None:
+    """One rule for reports, drawings, scripts and measurements, as for --output-dir."""
+    path = tmp_path / "a" / "b" / "s.svg"
+    assert schedule.main(["--svg", str(path)]) == 0 and path.is_file()
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"`--out` must be a place that can be written, .*(Not a dir|File exists)"
+    ):
+        check_target(tmp_path / "file" / "deeper" / "x", "out", overwrite=False)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

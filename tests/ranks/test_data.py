@@ -160,7 +160,7 @@ def test_stdlib_splits_by_file(tmp_path: Path) -> None:
     assert names == {f"json/m{number}.py" for number in range(200)}
     kept = len(evaluation.document_starts)
     assert 0 < kept < 20 and len(train.document_starts) == 200 - kept
-    assert f"kept {200 - kept}, empty 1, bad 1 files" in train.summary()
+    assert f"kept {200 - kept}, empty 1, bad 1" in train.summary()
     assert all(held_out(evaluation.name_document(number)) for number in range(kept))
 
 

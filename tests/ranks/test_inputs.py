@@ -206,6 +206,7 @@ def test_ranks_with_other_default_data_are_told_with_their_python(
         (2, 8, 8, 1, "trains on all 2 rows, each 4 times; that is 4 epochs, not 1"),
         (9, 8, 4, 1, "trains on 8 of 9 rows, each once; 1 sample of the one epoch is left over"),
         (9, 24, 4, 3, "9 rows: 6 of them 3 times, the others twice; 3 samples of the 3 epochs are left over"),
+        (3, 3, 3, 0.5, "all 3 rows, each once; that is 1 epoch, not 0.5"),
         (3, 8, 8, 1, "3 rows: 2 of them 3 times, the others twice; that is 2.67 epochs, not 1"),
         (8, 16, 8, 2, "trains on all 8 rows, each twice"),
         (10, 8, 8, None, "trains on 8 of 10 rows, each once"),

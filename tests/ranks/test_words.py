@@ -9,10 +9,11 @@ import pytest
 
 from tests.runs import prepare, run
 from triaxis.launch.cli import COMMANDS
-from triaxis.parallel.places.legal_values import counted
+from triaxis.parallel.places.legal_values import counted, first_of
 from triaxis.parallel.worlds.process_group import plain_reason
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("parallel", "models", "engine", "launch")
 
 
 def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +33,19 @@ def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         and "1 step of 1 sequence of 24 tokens (1 microbatch of 1 a rank)" in said
     )
     assert not re.search(r"(?<![\d,.])1 (steps|ranks|microbatches|sequences|files)\b", said)
+
+
+def test_the_first_are_told_and_how_many_more() -> None:
+    assert first_of(["a", "b"], 2) == "a; b"
+    assert first_of(["a", "b", "c"], 2) == "a; b; and 1 more"
+    assert first_of(["a", "b"], 1, separator=", ", noun="rank") == "a, and 1 rank more"
+
+
+def test_nobody_counts_the_rest_by_themselves() -> None:
+    """`… and N more` is `first_of`'s to write."""
+    texts = {path: path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    counts = re.compile(r"and \{[^{}]*(\{[^{}]*\})?[^{}]*\} more\b(?! kinds)")
+    assert [path.name for path, text in texts.items() if counts.search(text)] == []
 
 
 def test_the_groups_of_weight_decay_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
