@@ -13,7 +13,7 @@ from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, model_of, resolve
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.guest import dropouts
 from triaxis.models.presets import depths_in, hub_values
-from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 from triaxis.parallel.places.legal_values import counted, divisors
 
 TRIED = 300
@@ -206,8 +206,11 @@ def _distance(config: RunConfig, layout: tuple[int, int]) -> float:
 def _mended(config: RunConfig, dp: int, model: ModelConfig) -> RunConfig | None:
     """The run with its schedule, sharding, lengths and batch made to suit its layout."""
     changes: dict[str, Any] = {}
-    chunks = config.virtual_stages or (2 if config.schedule == ScheduleName.INTERLEAVED else 1)
-    if config.schedule != ScheduleName.INTERLEAVED:
+    rule = SCHEDULES[config.schedule]
+    chunks = config.virtual_stages or rule.chunks
+    if rule.turns and (model.tied or model.depths or model.layers < 2 * config.pp):
+        changes |= {"schedule": ScheduleName.ZB_H1, "virtual_stages": None}
+    elif not rule.several:
         changes["virtual_stages"] = None
     elif config.pp < 2 or model.layers < 2 * config.pp:
         changes |= {"schedule": ScheduleName.ONE_F_ONE_B, "virtual_stages": None}

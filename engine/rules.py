@@ -19,7 +19,7 @@ from triaxis.models.huggingface.families import FAMILIES
 from triaxis.models.huggingface.guest import GuestModel
 from triaxis.models.presets import PRESETS, depths_in, load_config, window_of
 from triaxis.parallel.kernels.table import read_choice
-from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 from triaxis.parallel.places.legal_values import divisors
 from triaxis.parallel.places.topology import Topology, resolve_topology
 
@@ -87,7 +87,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
         except ValueError as error:
             faults.append(str(error))
     zero = config.zero if config.zero is not None else 3 if config.data_parallel == DataParallel.FSDP else 1
-    virtual_stages = config.virtual_stages or (2 if config.schedule == ScheduleName.INTERLEAVED else 1)
+    virtual_stages = config.virtual_stages or SCHEDULES[config.schedule].chunks
     faults += _parallel_faults(config, virtual_stages)
     faults += _training_faults(config)
     faults += _save_faults(config)
@@ -259,10 +259,11 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
             f"`schedule` interleaved needs pp and virtual_stages of at least 2, but pp is {config.pp} and "
             f"virtual_stages is {virtual_stages}"
         )
-    if not interleaved and virtual_stages > 1:
+    rule = SCHEDULES[config.schedule]
+    if not rule.several and virtual_stages != rule.chunks:
+        why = "its stages go there and back" if rule.turns else "only interleaved has more"
         faults.append(
-            f"`virtual_stages` must be 1 with schedule {config.schedule}, but is {virtual_stages}: only "
-            f"interleaved has more"
+            f"`virtual_stages` must be {rule.chunks} with schedule {config.schedule}, but is {virtual_stages}: {why}"
         )
     if config.wrap is not None and config.min_num_params is not None:
         faults.append(
@@ -270,7 +271,7 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
             "leave one out"
         )
     if config.data_parallel == DataParallel.FSDP:
-        if config.schedule == ScheduleName.ZB_H1:
+        if rule.splits:
             faults.append(
                 f"`data_parallel` must be zero with schedule {config.schedule}, but is fsdp: torch's fully_shard "
                 "cannot compute the gradients of weights later; use --data-parallel zero, or --schedule 1f1b"
@@ -528,7 +529,7 @@ def _guest_faults(config: RunConfig, model: GuestModel) -> list[str]:
     if config.kernels:
         faults.append(f"`kernels` must be left out for {model.name}, but is {config.kernels}")
     faults += [f"`mtp_depths` must be 0 for {model.name}, but is {model.depths}"] * (model.depths > 0)
-    if config.schedule == ScheduleName.ZB_H1:
+    if SCHEDULES[config.schedule].splits:
         faults.append(f"`schedule` must be 1f1b for {model.name}, but is {config.schedule}")
     why = (
         f": transformers builds it whole, for dp alone (--zero 3, or --data-parallel fsdp); the engine builds "
@@ -573,6 +574,12 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
             f"`tp` must divide the {cut.blocks} {cut.what} of {model.name}"
             + ("" if cut.serving is None else " or be a multiple of them")
             + f", but is {tp}"
+        )
+    if SCHEDULES[config.schedule].turns and (model.tied or model.depths):
+        what = "extra prediction depths share" if model.depths else "the head is"
+        faults.append(
+            f"`schedule` must not be {config.schedule} for {model.name}, where {what} the embedding's table: first and "
+            f"last stage are two chunks of one rank there, which do not sum its gradient yet; use --schedule zb-h1"
         )
     chunks = config.pp * virtual_stages
     if chunks > model.layers:

@@ -28,7 +28,7 @@ from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.lowering import links, lower
 from triaxis.parallel.pipeline.orders import make_schedule
-from triaxis.parallel.pipeline.schedule import Action, Kind, looped
+from triaxis.parallel.pipeline.schedule import Action, Kind, placement_of
 from triaxis.parallel.replicas.data_parallel import DataParallel
 from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.replicas.units import Wrapping
@@ -125,7 +125,7 @@ class _Chunk:
 
 def build_stages(plan: StepPlan, mesh: Mesh) -> list[ModelStage]:
     """The model stages that this rank holds, one for each chunk, their parameters without memory. Collective."""
-    placement = looped(mesh.pp.size, plan.virtual_stages)
+    placement = placement_of(plan.schedule, mesh.pp.size, plan.virtual_stages)
     count = len(placement.places)
     cuts = stage_layers(plan.model, count)
     build = Build.on(

@@ -114,8 +114,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "wrap": "Classes of modules (A,B) whose parameters ZeRO-3 and fsdp gather together; by default layers.",
         "min_num_params": "Or the innermost modules with at least so many parameters.",
         "schedule": "The order of forward and backward on the stages; python -m triaxis.launch.schedule draws it. "
-        "zb-h1 computes gradients of weights where a stage would wait.",
-        "virtual_stages": "Chunks of layers per stage, for interleaved; 2 there by default.",
+        "zb-h1 computes gradients of weights where a stage would wait; zb-v hardly waits, v-half needs half of 1f1b's "
+        "activations, with two chunks on each stage, there and back.",
+        "virtual_stages": "Chunks of layers per stage, for interleaved; 2 there by default. zb-v and v-half have 2.",
         "simulate": "Run every rank as a thread of this process.",
     },
     "batch and length": {

@@ -12,7 +12,7 @@ from triaxis.launch.writing import add_overwrite, write_text
 from triaxis.parallel.pipeline.check import check
 from triaxis.parallel.pipeline.draw import draw, summary, svg
 from triaxis.parallel.pipeline.orders import make_schedule
-from triaxis.parallel.pipeline.schedule import ScheduleName
+from triaxis.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 
 MOST_RANKS, MOST_TIME = 4096, 1000
 MOST_CELLS = 1_000_000
@@ -45,7 +45,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--virtual-stages",
         type=within(whole, 1, MOST_RANKS),
-        help="chunks of layers per rank (default: 2 if interleaved)",
+        help="chunks of layers per rank (default: 2 for interleaved, zb-v and v-half, else 1)",
     )
     parser.add_argument(
         "--forward-time",
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     virtual_stages = options.virtual_stages
     if virtual_stages is None:
-        virtual_stages = 2 if options.schedule == ScheduleName.INTERLEAVED else 1
+        virtual_stages = SCHEDULES[ScheduleName(options.schedule)].chunks
     coloured = sys.stdout.isatty() if options.colour == "auto" else options.colour == "always"
     forward, backward = options.forward_time, options.backward_time
     cells = options.pp * options.microbatches * virtual_stages * (forward + backward)

@@ -81,6 +81,7 @@ class PipelineExecutor:
         self.group = group
         self.program = program
         self.chunks = tuple(chunks)
+        self._placement = placement
         self._stages, self._last_stage = placement.stages[group.rank], placement.last
         self.activation_shape = tuple(activation_shape)
         self.dtype = dtype
@@ -116,7 +117,7 @@ class PipelineExecutor:
     def run_forward(self, microbatches: int) -> list[Tensor]:
         """Forward passes without gradients, of microbatches 0, 1, …; the losses, where the last stage is."""
         if microbatches not in self._forward_programs:
-            schedule = make_forward_schedule(self.group.size, microbatches, len(self.chunks))
+            schedule = make_forward_schedule(self._placement, microbatches)
             self._forward_programs[microbatches] = lower(schedule)[self.group.rank]
         return self._run(self._forward_programs[microbatches], trains=False)
 

@@ -1,21 +1,44 @@
-"""The schedules: GPipe, 1F1B, interleaved 1F1B and the zero-bubble schedule ZB-H1. Pure."""
+"""The schedules: GPipe, 1F1B, interleaved 1F1B, and ZB-H1; those in a V are made in vees.py. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleName, looped
+from triaxis.parallel.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    ScheduleName,
+    placement_of,
+)
+from triaxis.parallel.pipeline.vees import VEES
 
 
 def make_schedule(name: str, pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The named schedule; ValueError for what it cannot do."""
     _refuse_impossible(name, pp, microbatches, virtual_stages)
     chosen = ScheduleName(name)
+    order_of = VEES.get(chosen)
+    return Schedule(
+        name=chosen,
+        placement=placement_of(chosen, pp, virtual_stages),
+        microbatches=microbatches,
+        orders=tuple(order_of(pp, rank, microbatches) for rank in range(pp))
+        if order_of is not None
+        else _looped_orders(chosen, pp, microbatches, virtual_stages),
+    )
+
+
+def _looped_orders(
+    chosen: ScheduleName, pp: int, microbatches: int, virtual_stages: int
+) -> tuple[tuple[Action, ...], ...]:
     # Interleaving is orderly in whole groups of pp microbatches. A shorter last group is filled up, and what
     # was added is left out afterwards: no microbatch needs another, so the orders still cannot get stuck.
     ordered = microbatches if virtual_stages == 1 else -(-microbatches // pp) * pp
-    splits = chosen is ScheduleName.ZB_H1
+    splits = SCHEDULES[chosen].splits
     forwards = _chunk_order(Kind.FORWARD, pp, ordered, virtual_stages)
     backwards = _chunk_order(Kind.INPUT if splits else Kind.BACKWARD, pp, ordered, virtual_stages)
     orders = []
@@ -29,20 +52,16 @@ def make_schedule(name: str, pp: int, microbatches: int, virtual_stages: int = 1
         order = _alternate(forwards, backwards, min(warmup, len(forwards)))
         order = _with_weights(order, behind=rank) if splits else order
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    return Schedule(
-        name=chosen,
-        placement=looped(pp, virtual_stages),
-        microbatches=microbatches,
-        orders=tuple(orders),
-    )
+    return tuple(orders)
 
 
-def make_forward_schedule(pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """Forward passes only, for evaluation."""
-    order = tuple(_chunk_order(Kind.FORWARD, pp, microbatches, virtual_stages))
+def make_forward_schedule(placement: Placement, microbatches: int) -> Schedule:
+    """Forward passes only, for evaluation. Groups of pp microbatches go there before the first comes back."""
+    pp = len(placement.stages)
+    order = tuple(_chunk_order(Kind.FORWARD, pp, microbatches, len(placement.stages[0])))
     return Schedule(
         name="forward",
-        placement=looped(pp, virtual_stages),
+        placement=placement,
         microbatches=microbatches,
         orders=(order,) * pp,
         forward_only=True,
@@ -56,7 +75,13 @@ def _refuse_impossible(name: str, pp: int, microbatches: int, virtual_stages: in
     for field, value in (("pp", pp), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise ValueError(f"`{field}` must be at least 1, but is {value}")
-    if name != ScheduleName.INTERLEAVED and virtual_stages > 1:
+    rule = SCHEDULES[ScheduleName(name)]
+    if rule.turns and virtual_stages != rule.chunks:
+        raise ValueError(
+            f"`virtual_stages` must be {rule.chunks} with schedule {name}, whose stages go there and back, "
+            f"but is {virtual_stages}"
+        )
+    if rule.chunks == 1 and virtual_stages > 1:
         raise ValueError(
             f"`virtual_stages` must be 1 with schedule {name}, but is {virtual_stages}; "
             f"virtual stages need schedule interleaved and pp of at least 2"

@@ -22,6 +22,8 @@ class ScheduleName(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
     ZB_H1 = "zb-h1"
+    ZB_V = "zb-v"
+    V_HALF = "v-half"
 
 
 class Kind(StrEnum):
@@ -60,6 +62,30 @@ KINDS: Final[Mapping[Kind, KindRule]] = {
     Kind.WEIGHT: KindRule(
         name="gradients of weights", after=Kind.INPUT, toward=0, holds=-1, reduces=True, units=1
     ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRule:
+    """What a schedule asks of a run.
+
+    chunks: of a rank, unless the run says otherwise; several: whether it may say more
+    splits: whether backward passes are done in two; turns: whether stages go there and back (`vee`)
+    """
+
+    chunks: int = 1
+    several: bool = False
+    splits: bool = False
+    turns: bool = False
+
+
+SCHEDULES: Final[Mapping[ScheduleName, ScheduleRule]] = {
+    ScheduleName.GPIPE: ScheduleRule(),
+    ScheduleName.ONE_F_ONE_B: ScheduleRule(),
+    ScheduleName.INTERLEAVED: ScheduleRule(chunks=2, several=True),
+    ScheduleName.ZB_H1: ScheduleRule(splits=True),
+    ScheduleName.ZB_V: ScheduleRule(chunks=2, splits=True, turns=True),
+    ScheduleName.V_HALF: ScheduleRule(chunks=2, splits=True, turns=True),
 }
 
 
@@ -123,6 +149,11 @@ def looped(pp: int, virtual_stages: int) -> Placement:
 def vee(pp: int) -> Placement:
     """There and back: rank r has stage r and stage 2 * pp - 1 - r, so that rank 0 has the first and the last."""
     return Placement(tuple((rank, 2 * pp - 1 - rank) for rank in range(pp)))
+
+
+def placement_of(name: str, pp: int, virtual_stages: int) -> Placement:
+    """Where the named schedule has the model's stages."""
+    return vee(pp) if SCHEDULES[ScheduleName(name)].turns else looped(pp, virtual_stages)
 
 
 @dataclass(frozen=True, kw_only=True)

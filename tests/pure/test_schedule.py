@@ -16,7 +16,7 @@ from triaxis.parallel.pipeline.check import check, check_orders, check_programs
 from triaxis.parallel.pipeline.draw import bubble, draw, in_flight, svg
 from triaxis.parallel.pipeline.lowering import Compute, Program, Receive, Send, lower
 from triaxis.parallel.pipeline.orders import make_forward_schedule, make_schedule
-from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, vee
+from triaxis.parallel.pipeline.schedule import Action, Kind, Schedule, ScheduleError, looped, vee
 from triaxis.parallel.pipeline.walk import simulate
 
 RANKS = range(1, 7)
@@ -33,6 +33,8 @@ def grid() -> Iterator[Schedule]:
             yield make_schedule("gpipe", pp, microbatches)
             yield make_schedule("1f1b", pp, microbatches)
             yield make_schedule("zb-h1", pp, microbatches)
+            yield make_schedule("zb-v", pp, microbatches, 2)
+            yield make_schedule("v-half", pp, microbatches, 2)
             for virtual_stages in range(2, 5) if pp > 1 else ():
                 yield make_schedule("interleaved", pp, microbatches, virtual_stages)
 
@@ -68,7 +70,9 @@ def test_every_schedule_is_complete_ordered_and_free_of_deadlock() -> None:  # B
         for pp in RANKS:
             for microbatches in MICROBATCHES:
                 if virtual_stages == 1 or pp > 1:
-                    check(make_forward_schedule(pp, microbatches, virtual_stages))
+                    check(make_forward_schedule(looped(pp, virtual_stages), microbatches))
+                if virtual_stages == 2:
+                    check(make_forward_schedule(vee(pp), microbatches))
 
 
 def test_receive_buffers_do_not_pile_up() -> None:
@@ -76,7 +80,7 @@ def test_receive_buffers_do_not_pile_up() -> None:
     for schedule in (
         make_schedule("gpipe", 4, 17),
         make_schedule("1f1b", 4, 17),
-        make_forward_schedule(4, 17),
+        make_forward_schedule(looped(4, 1), 17),
     ):
         for rank, program in enumerate(lower(schedule)):
             waiting = 0
@@ -96,9 +100,15 @@ def test_microbatches_in_flight() -> None:
                 "gpipe": microbatches,
                 "1f1b": min(microbatches, pp - rank),
                 "zb-h1": min(microbatches, pp),
+                "zb-v": 2 * pp,
+                "v-half": 2 * (pp // 2 + 1),
                 "interleaved": min(microbatches * chunks, (chunks - 1) * pp + 2 * (pp - rank - 1) + 1),
             }[schedule.name]
-            whole_groups = schedule.name != "interleaved" or microbatches % pp == 0
+            whole_groups = {
+                "interleaved": microbatches % pp == 0,
+                "zb-v": microbatches >= 2 * pp - 1,
+                "v-half": microbatches >= pp + 1,
+            }.get(schedule.name, True)
             assert peak == limit if whole_groups else peak <= limit, (
                 schedule.name,
                 pp,
@@ -111,7 +121,7 @@ def test_microbatches_in_flight() -> None:
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 5)])
 def test_bubble_is_the_formula(forward: int, backward: int) -> None:  # B166
     for schedule in grid():
-        if schedule.name == "zb-h1" or (
+        if schedule.name in ("zb-h1", "zb-v", "v-half") or (
             schedule.name == "interleaved" and schedule.microbatches % schedule.pp
         ):
             continue
@@ -142,6 +152,28 @@ def test_a_bubble_is_filled_with_gradients_of_weights(times: tuple[int, int, int
                 idle[name] = length - microbatches * sum(times)
             assert idle["1f1b"] == (pp - 1) * (forward + inputs + weights)
             assert idle["zb-h1"] == (pp - 1) * (forward + inputs - weights)
+
+
+def test_zb_v_waits_for_nothing_and_v_half_less_than_1f1b() -> None:
+    """With F, I and W of one length. 1F1B's chunk is two of theirs, its wait (p-1) · 6 of their units."""
+    for pp in RANKS:
+        for microbatches in range(2 * pp - 1, 18):
+            waits = {}
+            for name in ("zb-v", "v-half"):
+                spans = simulate(make_schedule(name, pp, microbatches, 2))
+                waits[name] = [own[-1].stop - own[0].start - 6 * microbatches for own in spans]
+            assert waits["zb-v"] == [0] * pp
+            assert max(waits["v-half"]) == (7 * (pp // 2) - 2 * (pp % 2 == 0) if pp > 1 else 0)
+
+
+def test_weights_of_a_v_add_their_microbatches_in_order() -> None:
+    """So that a sum has the bits that 1F1B gives it."""
+    for name in ("zb-v", "v-half"):
+        for microbatches in (1, 3, 9):
+            for order in make_schedule(name, 4, microbatches, 2).orders:
+                for chunk in (0, 1):
+                    added = [a.microbatch for a in order if a.kind is Kind.WEIGHT and a.chunk == chunk]
+                    assert added == list(range(microbatches))
 
 
 def test_a_stage_may_split_what_another_does_whole() -> None:
@@ -210,8 +242,9 @@ def test_actions_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("zigzag", 2, 2, 1), "must be one of gpipe, 1f1b, interleaved, zb-h1, but is 'zigzag'"),
+        (("zigzag", 2, 2, 1), "must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, but is 'zigzag'"),
         (("1f1b", 2, 0, 1), "`microbatches` must be at least 1, but is 0"),
+        (("zb-v", 2, 2, 1), "`virtual_stages` must be 2 with schedule zb-v"),
         (("1f1b", 2, 2, 2), "`virtual_stages` must be 1 with schedule 1f1b, but is 2"),
         (("interleaved", 1, 2, 2), "virtual_stages is 2 and pp is 1"),
         (("interleaved", 2, 2, 1), "virtual_stages is 1 and pp is 2"),
@@ -222,7 +255,12 @@ def test_what_a_schedule_cannot_do_is_refused(values: tuple[str, int, int, int],
         make_schedule(*values)
 
 
-SMALL = [make_schedule("gpipe", 3, 2), make_schedule("1f1b", 3, 4), make_schedule("interleaved", 2, 3, 2)]
+SMALL = [
+    make_schedule("gpipe", 3, 2),
+    make_schedule("1f1b", 3, 4),
+    make_schedule("interleaved", 2, 3, 2),
+    make_schedule("zb-v", 2, 3, 2),
+]
 
 
 @pytest.mark.parametrize("schedule", SMALL, ids=lambda schedule: schedule.name)

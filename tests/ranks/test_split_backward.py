@@ -1,4 +1,4 @@
-"""A backward pass in two halves: zb-h1 gives every gradient the bits that 1f1b gives it, whatever else is on."""
+"""A backward pass in two halves: every gradient has the bits that 1f1b gives it, whatever else is on."""
 
 from __future__ import annotations
 
@@ -57,6 +57,23 @@ def trained(chosen: StepPlan, topology: Topology) -> list[Found]:
     return run_threads(topology.world_size, main)
 
 
+def first_gradients(chosen: StepPlan, topology: Topology) -> dict[str, Tensor]:
+    """Of the first step, each whole parameter of each tensor rank, wherever it lies."""
+
+    def main(world: World) -> dict[str, Tensor]:
+        mesh = build_mesh(world, topology)
+        step = TrainingStep(chosen, mesh)
+        count = chosen.microbatches
+        rows = sequences(0, count * topology.dp, chosen.model.vocab_size)
+        step.accumulate(rows[mesh.dp.rank * count : (mesh.dp.rank + 1) * count])
+        return {
+            f"{segment.layout.name} {segment.layout.offsets}": gradient.clone()
+            for segment, gradient in step.data_parallel.gathered_gradients()
+        }
+
+    return {name: it for found in run_threads(topology.world_size, main) for name, it in found.items()}
+
+
 def alike(one: list[Found], other: list[Found]) -> bool:
     return all(
         mine[0] == yours[0]
@@ -84,6 +101,28 @@ def test_gradients_have_the_bits_of_1f1b(topology: Topology, fields: dict[str, o
         for schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.ZB_H1)
     )
     assert alike(whole, halves)
+
+
+V_ROWS: list[tuple[Topology, Topology, dict[str, object]]] = [
+    (Topology(), Topology(), {}),
+    (Topology(), Topology(pp=2), {}),
+    (Topology(), Topology(pp=2), {"recompute": Recompute.FULL, "microbatches": 2}),
+    (Topology(dp=2), Topology(pp=2, dp=2), {"zero": 2}),
+    (Topology(dp=2), Topology(pp=2, dp=2), {"zero": 3, "recompute": Recompute.FULL}),
+    (Topology(tp=2), Topology(tp=2, pp=2), {"sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize("schedule", [ScheduleName.ZB_V, ScheduleName.V_HALF])
+@pytest.mark.parametrize(("one", "cut", "fields"), V_ROWS, ids=lambda value: None)
+def test_gradients_have_the_bits_of_1f1b_without_a_pipeline(
+    one: Topology, cut: Topology, fields: dict[str, object], schedule: ScheduleName
+) -> None:
+    """Where a parameter's gradient lies differs; the norm, and so an update, sums in another order."""
+    whole = first_gradients(plan(ScheduleName.ONE_F_ONE_B, **fields), one)  # type: ignore[arg-type]
+    halves = first_gradients(plan(schedule, virtual_stages=2, **fields), cut)
+    assert whole.keys() == halves.keys()
+    assert [name for name in whole if not torch.equal(whole[name], halves[name])] == []
 
 
 def test_gradients_of_weights_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
