@@ -19,6 +19,7 @@ ROWS = [
     (Layout(tp=2, pp=2, dp=2, zero=1, sp=True), TIED, "sgd, clip 0.1"),
     (Layout(tp=2, dp=2, zero=3), MODEL, "adamw, clip 1"),
     (Layout(pp=2, dp=2, zero=2, schedule="interleaved", virtual_stages=2), TIED, "sgd, clip 0.1"),
+    (Layout(pp=2, dp=2, zero=3, schedule="zb-v", virtual_stages=2), MODEL, "sgd, clip 0.1"),
     (Layout(dp=4, zero=0), MODEL, "adamw, clip 1"),
 ]
 

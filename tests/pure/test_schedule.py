@@ -242,7 +242,10 @@ def test_actions_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("zigzag", 2, 2, 1), "must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, but is 'zigzag'"),
+        (
+            ("zigzag", 2, 2, 1),
+            "must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, but is 'zigzag'",
+        ),
         (("1f1b", 2, 0, 1), "`microbatches` must be at least 1, but is 0"),
         (("zb-v", 2, 2, 1), "`virtual_stages` must be 2 with schedule zb-v"),
         (("1f1b", 2, 2, 2), "`virtual_stages` must be 1 with schedule 1f1b, but is 2"),

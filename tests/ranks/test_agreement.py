@@ -51,6 +51,8 @@ ROWS = [
     pytest.param(Layout(dp=8, zero=3), "sgd, clip 0.1", marks=LONG),
     (Layout(tp=2, pp=4, sp=True, schedule="zb-h1"), "adamw, clip 1"),
     (Layout(pp=3, dp=2, zero=3, recompute=True, schedule="zb-h1"), "sgd, no clip"),
+    (Layout(tp=2, pp=2, dp=2, zero=1, sp=True, schedule="zb-v", virtual_stages=2), "adamw, clip 1"),
+    (Layout(pp=4, zero=0, schedule="v-half", virtual_stages=2), "sgd, clip 0.1"),
     (Layout(tp=2, pp=2, dp=2, zero=3, sp=True, recompute=True, order="pp-tp-dp"), "sgd, clip 0.1"),
 ]
 
@@ -105,7 +107,8 @@ def test_a_sampled_layout_agrees(
 
 @pytest.mark.parametrize(("layout", "rule"), ROWS, ids=str)
 def test_a_layout_agrees_in_float64(layout: Layout, rule: str) -> None:  # B01, B05, B10
-    assert check(layout, model_for(layout, tied=layout.pp > 1), rule, "fp64") == []
+    tied = layout.pp > 1 and layout.schedule not in ("zb-v", "v-half")
+    assert check(layout, model_for(layout, tied=tied), rule, "fp64") == []
 
 
 @pytest.mark.full

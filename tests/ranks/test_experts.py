@@ -70,6 +70,7 @@ ROWS = {
     "ep2-pp2-dp2-zero2": Layout(pp=2, dp=2, ep=2, zero=2, schedule="gpipe"),
     "ep8-tp2-dp4": Layout(tp=2, dp=4, ep=8, zero=1, sp=True, recompute=True),
     "ep2-recompute": Layout(dp=2, ep=2, zero=1, recompute=True),
+    "ep2-pp2-zbv": Layout(pp=2, dp=2, ep=2, zero=2, schedule="zb-v", virtual_stages=2),
     "ep2-pp2-zb": Layout(pp=2, dp=2, ep=2, zero=2, schedule="zb-h1"),
     "ep2-tp2-pp2-zb-sp": Layout(tp=2, pp=2, ep=2, sp=True, zero=1, schedule="zb-h1"),
     "ep2-order": Layout(tp=2, dp=2, pp=2, ep=2, order="tp-dp-pp", zero=1),

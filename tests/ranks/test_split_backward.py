@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -170,3 +171,28 @@ def test_fully_shard_cannot_split_a_backward() -> None:
     with pytest.raises(ConfigError, match=r"`data_parallel` must be zero with schedule zb-h1, but is fsdp"):
         resolve(config, 4, PRESETS["tiny"])
     assert resolve(replace(config, data_parallel=DataParallel.ZERO), 4, PRESETS["tiny"]).virtual_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "message"),
+    [
+        (
+            {"virtual_stages": 3},
+            "tiny",
+            "`virtual_stages` must be 2 with schedule zb-v, but is 3: its stages go",
+        ),
+        ({"data_parallel": DataParallel.FSDP}, "tiny", "`data_parallel` must be zero with schedule zb-v"),
+        (
+            {},
+            "gpt2-124m",
+            "`schedule` must not be zb-v for gpt2-124m, where the head is the embedding's table",
+        ),
+        ({"mtp_depths": 1}, "tiny", "where extra prediction depths share the embedding's table"),
+        ({"pp": 64}, "tiny", "`pp` × `virtual_stages` must be at most the"),
+    ],
+)
+def test_what_a_v_cannot_do_is_refused(flags: dict[str, object], model: str, message: str) -> None:
+    config = RunConfig(model=model, pp=2, schedule=ScheduleName.ZB_V, microbatches=4)
+    config = replace(config, **flags)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(config, config.pp)
