@@ -25,7 +25,7 @@ def rows() -> list[dict[str, str]]:
 
 
 @cache
-def tests_of(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     path = TESTS / file
     assert path.is_file(), f"tests/{file} is named in reports.csv, but is not there"
     return frozenset(
@@ -46,7 +46,7 @@ def test_every_test_that_a_report_names_exists() -> None:
         for row in rows()
         if row["how"] in WITH_TESTS
         for name in row["answer"].split(" ")
-        if name.partition("::")[2] not in tests_of(name.partition("::")[0])
+        if name.partition("::")[2] not in names_in(name.partition("::")[0])
     ]
     assert not missing
 
