@@ -208,7 +208,7 @@ def _mended(config: RunConfig, dp: int, model: ModelConfig) -> RunConfig | None:
     changes: dict[str, Any] = {}
     rule = SCHEDULES[config.schedule]
     chunks = config.virtual_stages or rule.chunks
-    if rule.turns and (model.tied or model.depths or model.layers < 2 * config.pp):
+    if rule.turns and model.layers < 2 * config.pp:
         changes |= {"schedule": ScheduleName.ZB_H1, "virtual_stages": None}
     elif not rule.several:
         changes["virtual_stages"] = None

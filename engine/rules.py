@@ -575,12 +575,6 @@ def _model_faults(config: RunConfig, model: ModelConfig, virtual_stages: int, si
             + ("" if cut.serving is None else " or be a multiple of them")
             + f", but is {tp}"
         )
-    if SCHEDULES[config.schedule].turns and (model.tied or model.depths):
-        what = "extra prediction depths share" if model.depths else "the head is"
-        faults.append(
-            f"`schedule` must not be {config.schedule} for {model.name}, where {what} the embedding's table: first and "
-            f"last stage are two chunks of one rank there, which do not sum its gradient yet; use --schedule zb-h1"
-        )
     chunks = config.pp * virtual_stages
     if chunks > model.layers:
         product = f"pp {config.pp}" + (f" × virtual_stages {virtual_stages}" if virtual_stages > 1 else "")

@@ -28,7 +28,7 @@ from triaxis.parallel.layers.gradient import Deferred
 from triaxis.parallel.pipeline.executor import PipelineExecutor
 from triaxis.parallel.pipeline.lowering import links, lower
 from triaxis.parallel.pipeline.orders import make_schedule
-from triaxis.parallel.pipeline.schedule import Action, Kind, placement_of
+from triaxis.parallel.pipeline.schedule import SCHEDULES, Action, Kind, placement_of
 from triaxis.parallel.replicas.data_parallel import DataParallel
 from triaxis.parallel.replicas.initialize import Fill
 from triaxis.parallel.replicas.units import Wrapping
@@ -135,6 +135,7 @@ def build_stages(plan: StepPlan, mesh: Mesh) -> list[ModelStage]:
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute.repeats_layers,
         sized_only=True,
+        turns=SCHEDULES[plan.schedule].turns,
     )
     return [
         build_stage(plan.model, build, layers=cuts[number], first=number == 0, last=number == count - 1)

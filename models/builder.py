@@ -94,6 +94,7 @@ class Stage(ModelStage):
                 config.hidden_size,
                 weight=shared,
                 tied=config.tied and kept_apart,
+                counted=not (config.tied and kept_apart),
                 std=config.init_std,
             )
         self.depths = nn.ModuleList()
@@ -108,7 +109,7 @@ class Stage(ModelStage):
         assert self.head is not None
         if self.embedding is None:
             shared = self.head.weight if config.tied else None
-            self.further_embedding = _embedding(config, build, tied=True, weight=shared)
+            self.further_embedding = _embedding(config, build, tied=True, counted=False, weight=shared)
         self.depths = nn.ModuleList(
             Depth(config, build, config.layers + depth) for depth in range(config.depths)
         )
@@ -208,7 +209,12 @@ class Stage(ModelStage):
 
 
 def _embedding(
-    config: ModelConfig, build: Build, *, tied: bool, weight: nn.Parameter | None = None
+    config: ModelConfig,
+    build: Build,
+    *,
+    tied: bool,
+    counted: bool = True,
+    weight: nn.Parameter | None = None,
 ) -> VocabParallelEmbedding:
     return VocabParallelEmbedding(
         build,
@@ -217,6 +223,7 @@ def _embedding(
         config.hidden_size,
         weight=weight,
         tied=tied,
+        counted=counted,
         std=config.init_std,
     )
 

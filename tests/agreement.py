@@ -301,7 +301,7 @@ def legal_layouts(limit: int) -> list[Layout]:
             for dp in range(1, limit // (tp * pp) + 1):
                 schedules = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1)]
                 if 1 < pp <= 4:
-                    schedules.append(("interleaved", 2))
+                    schedules += [("interleaved", 2), ("zb-v", 2), ("v-half", 2)]
                 for schedule, virtual_stages in schedules:
                     for zero in range(4):
                         for sp in (False, True):

@@ -50,8 +50,8 @@ def draw_case(draw: random.Random, *, ranks: int = 8, microbatches: int = 5) -> 
         if 2 <= tp * pp * dp <= ranks
     ]
     tp, pp, dp = draw.choice(shapes)
-    schedule = draw.choice(["gpipe", "1f1b", "zb-h1", *["interleaved"] * (pp > 1)])
-    virtual_stages = 2 if schedule == "interleaved" else 1
+    schedule = draw.choice(["gpipe", "1f1b", "zb-h1", *["interleaved", "zb-v", "v-half"] * (pp > 1)])
+    virtual_stages = 2 if schedule in ("interleaved", "zb-v", "v-half") else 1
     model = with_fields(
         MODEL,
         name="drawn",

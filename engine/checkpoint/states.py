@@ -19,11 +19,21 @@ Offsets = tuple[int, ...]
 
 @dataclass(slots=True, kw_only=True)
 class HeldTensor:
-    """The chunks held here of one tensor of global `shape`: their places in it, and views of the live values."""
+    """The chunks held here of one tensor of global `shape`: their places in it, and views of the live values.
+
+    copies: of chunks of a table that two stages of this rank hold; not stored, but filled
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: dict[Offsets, Tensor] = field(default_factory=dict)
+    copies: dict[Offsets, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def fill_copies(self) -> None:
+        """After the chunks were read."""
+        for offsets, view in self.copies.items():
+            view.copy_(self.chunks[offsets])
 
 
 def held_states(shards: Sequence[Shard], optimizer: ShardOptimizer) -> dict[str, HeldTensor]:
@@ -66,9 +76,10 @@ def _hold(held: dict[str, HeldTensor], kind: str, segment: Segment, run: Tensor)
     """Adds the chunks of the segment's flat run."""
     layout = segment.layout
     tensor = held.setdefault(f"{kind}/{layout.name}", HeldTensor(dtype=run.dtype, shape=layout.shape))
+    into = tensor.copies if layout.twice and not layout.counted else tensor.chunks
     for offsets, view in held_chunks(segment, run):
-        assert offsets not in tensor.chunks, f"{layout.name} is held twice at {offsets}"
-        tensor.chunks[offsets] = view
+        assert offsets not in into, f"{layout.name} is held twice at {offsets}"
+        into[offsets] = view
 
 
 def held_chunks(segment: Segment, run: Tensor) -> Iterator[tuple[Offsets, Tensor]]:

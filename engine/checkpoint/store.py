@@ -247,6 +247,8 @@ class CheckpointStore:
 
             def read() -> None:
                 reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner)
+                for tensor in self._held.values():
+                    tensor.fill_copies()
 
             manifest = together(self._step.mesh, self._own_name, prepare, path)
             together(self._step.mesh, self._own_name, read, path)

@@ -21,6 +21,7 @@ class Build:
     dtype: of parameters and hidden states
     recompute: keep only each layer's input, and run the layer again in backward
     kernels: the functions that do the arithmetic
+    turns: the first and the last stage are chunks of one rank
     sized_only: parameters have shapes but no memory, which whoever shards them gives to each rank's part alone
     """
 
@@ -30,6 +31,7 @@ class Build:
     sequence_parallel: bool = False
     recompute: bool = False
     sized_only: bool = False
+    turns: bool = False
 
     @classmethod
     def on(
@@ -40,6 +42,7 @@ class Build:
         sequence_parallel: bool = False,
         recompute: bool = False,
         sized_only: bool = False,
+        turns: bool = False,
         kernels: Mapping[Operation, str] | None = None,
     ) -> Build:
         """With the kernels for the mesh's device: torch's, but for those that are asked for."""
@@ -50,6 +53,7 @@ class Build:
             sequence_parallel=sequence_parallel,
             recompute=recompute,
             sized_only=sized_only,
+            turns=turns,
         )
 
     def parameter(self, *shape: int) -> nn.Parameter:

@@ -26,11 +26,18 @@ IGNORED_LABEL = -100
 
 
 def vocabulary_parameter(
-    build: Build, name: str, vocab_size: int, hidden_size: int, *, tied: bool, std: float
+    build: Build,
+    name: str,
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    tied: bool,
+    counted: bool,
+    std: float,
 ) -> nn.Parameter:
     """A [V, D] weight: ceil(vocab_size / tp) rows a rank, those past the vocabulary being padding.
 
-    `tied`: the first and the last stage both hold it; its gradient is summed over them and the first counts it.
+    `tied`: the first and the last stage both hold it; its gradient is summed over them and the first has it `counted`.
     """
     mesh = build.mesh
     rows = -(-vocab_size // mesh.tp.size)
@@ -43,10 +50,11 @@ def vocabulary_parameter(
         offsets=offsets,
         sizes=sizes,
         local_shape=(rows, hidden_size),
-        partial=("ties",) if tied else (),
-        counted=not tied or mesh.ties.rank == 0,
+        partial=("ties",) if tied and not build.turns else (),
+        counted=counted,
         std=std,
         tied=tied,
+        twice=tied and build.turns,
     )
     return declare(build.parameter(rows, hidden_size), layout)
 
@@ -102,6 +110,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         weight: nn.Parameter | None = None,
         tied: bool = False,
+        counted: bool = True,
         std: float = 0.02,
     ) -> None:
         super().__init__()
@@ -109,7 +118,9 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = (
             weight
             if weight is not None
-            else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
+            else vocabulary_parameter(
+                build, name, vocab_size, hidden_size, tied=tied, counted=counted, std=std
+            )
         )
         self.start, self.valid = _rows_held(self.weight)
 
@@ -224,6 +235,7 @@ class VocabParallelHead(nn.Module):
         *,
         weight: nn.Parameter | None = None,
         tied: bool = False,
+        counted: bool = True,
         std: float = 0.02,
         chunk_logits: int | None = None,
     ) -> None:
@@ -233,7 +245,9 @@ class VocabParallelHead(nn.Module):
         self.weight = (
             weight
             if weight is not None
-            else vocabulary_parameter(build, name, vocab_size, hidden_size, tied=tied, std=std)
+            else vocabulary_parameter(
+                build, name, vocab_size, hidden_size, tied=tied, counted=counted, std=std
+            )
         )
         self.start, self.valid = _rows_held(self.weight)
         self.chunk_tokens = chunk_tokens(self.valid, chunk_logits, target=build.mesh.world.target)

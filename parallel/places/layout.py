@@ -36,7 +36,7 @@ class ParameterLayout:
     and optimizer states sharded, over it
     counted: whether this rank counts it in the global norm (each element is counted once over all ranks)
     outermost: the dimension that is numbered outermost for initial values; a cut along it is one run of the numbers
-    tied: the first and the last stage both hold it
+    tied: the first and the last stage both hold it; twice: both are chunks of one rank
     Example: a (6, 4) weight cut along dim 0 over tp=2 has, on tensor rank 1, offsets (3, 0) and sizes (3, 4).
     """
 
@@ -53,6 +53,7 @@ class ParameterLayout:
     std: float = 0.02
     outermost: int = 0
     tied: bool = False
+    twice: bool = False
 
     @property
     def elements(self) -> int:

@@ -94,6 +94,7 @@ class DataParallel(Protocol):
 
 def sum_partial_gradients(shards: Sequence[Shard], mesh: Mesh) -> None:
     """P → R over the further axes that layouts declare (tp, tied stages), one message for each group."""
+    _sum_what_is_held_twice(shards)
     partial: dict[str, list[Tensor]] = {}
     for shard in shards:
         for segment in shard.segments:
@@ -106,6 +107,18 @@ def sum_partial_gradients(shards: Sequence[Shard], mesh: Mesh) -> None:
             flat = torch.cat(runs)
             group.all_reduce(flat, label=PARTIAL_GRADIENTS)
             torch._foreach_copy_(runs, list(flat.split([run.numel() for run in runs])))
+
+
+def _sum_what_is_held_twice(shards: Sequence[Shard]) -> None:
+    """Of tied stages that are chunks of this rank; each copy lies in a bucket of its own, cut alike."""
+    copies: dict[tuple[str, tuple[int, ...], int], list[Tensor]] = {}
+    for shard in shards:
+        for segment in shard.segments:
+            if segment.layout.twice:
+                place = segment.layout.name, segment.layout.offsets, segment.first
+                copies.setdefault(place, []).append(shard.gradient_shard[segment.start : segment.stop])
+    for one, other in copies.values():
+        other.copy_(one.add_(other))
 
 
 def squared_sum(runs: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -107,8 +107,7 @@ def test_a_sampled_layout_agrees(
 
 @pytest.mark.parametrize(("layout", "rule"), ROWS, ids=str)
 def test_a_layout_agrees_in_float64(layout: Layout, rule: str) -> None:  # B01, B05, B10
-    tied = layout.pp > 1 and layout.schedule not in ("zb-v", "v-half")
-    assert check(layout, model_for(layout, tied=tied), rule, "fp64") == []
+    assert check(layout, model_for(layout, tied=layout.pp > 1), rule, "fp64") == []
 
 
 @pytest.mark.full

@@ -41,6 +41,7 @@ ROWS = {
     "pp2": Layout(pp=2),
     "pp2-interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
     "pp2-zb": Layout(pp=2, schedule="zb-h1"),
+    "dp2-pp2-zbv": Layout(dp=2, pp=2, zero=2, schedule="zb-v", virtual_stages=2),
     "dp2-zero1": Layout(dp=2, zero=1),
     "dp2-zero3": Layout(dp=2, zero=3),
     "ep2-pp2-dp2-zero2": Layout(pp=2, dp=2, ep=2, zero=2),

@@ -19,6 +19,7 @@ from triaxis.models.presets import PRESETS
 from triaxis.parallel.layers.gradient import GradientSlot, give_slot, weight_gradient
 from triaxis.parallel.pipeline.schedule import Action, ScheduleName
 from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.replicas import data_parallel
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 from triaxis.parallel.worlds.thread import run_threads
@@ -182,12 +183,6 @@ def test_fully_shard_cannot_split_a_backward() -> None:
             "`virtual_stages` must be 2 with schedule zb-v, but is 3: its stages go",
         ),
         ({"data_parallel": DataParallel.FSDP}, "tiny", "`data_parallel` must be zero with schedule zb-v"),
-        (
-            {},
-            "gpt2-124m",
-            "`schedule` must not be zb-v for gpt2-124m, where the head is the embedding's table",
-        ),
-        ({"mtp_depths": 1}, "tiny", "where extra prediction depths share the embedding's table"),
         ({"pp": 64}, "tiny", "`pp` × `virtual_stages` must be at most the"),
     ],
 )
@@ -196,3 +191,21 @@ def test_what_a_v_cannot_do_is_refused(flags: dict[str, object], model: str, mes
     config = replace(config, **flags)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(config, config.pp)
+
+
+def test_a_table_that_a_rank_holds_twice_has_one_gradient_and_one_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """N70: a tied table at both ends of a V."""
+
+    def main(world: World) -> list[Tensor]:
+        mesh = build_mesh(world, Topology(pp=2))
+        step = TrainingStep(plan(ScheduleName.ZB_V, TIED, virtual_stages=2), mesh)
+        step.train(sequences(0, MICROBATCHES, TIED.vocab_size), 1e-3)
+        return [weight.clone() for it, weight in step.data_parallel.gathered_masters() if it.layout.twice]
+
+    held = run_threads(2, main)
+    assert len(held[0]) == 2 and not held[1]
+    assert torch.equal(*held[0])
+    monkeypatch.setattr(data_parallel, "_sum_what_is_held_twice", lambda shards: None)
+    assert not torch.equal(*run_threads(2, main)[0])

@@ -88,7 +88,7 @@ FOUR_RANKS = [
     row(tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", documents=3, dtype="bf16"),
     row(pp=2, dp=2, zero=2, schedule="zb-h1", tied=True, microbatches=5),
     row(pp=2, dp=2, zero=3, schedule="zb-h1", recompute=Recompute.FULL, microbatches=5),
-    row(pp=2, dp=2, zero=2, schedule="zb-v", virtual_stages=2, microbatches=5),
+    row(pp=2, dp=2, zero=2, schedule="zb-v", virtual_stages=2, tied=True, microbatches=5),
     row(pp=2, dp=2, zero=3, schedule="v-half", virtual_stages=2, recompute=Recompute.FULL, microbatches=6),
 ]
 EIGHT_RANKS = [
