@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
-from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, model_of, resolve
+from triaxis.engine.rules import DEFAULT_MICROBATCH_SIZE, model_of, range_faults, resolve
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.guest import dropouts
 from triaxis.models.presets import depths_in, hub_values
@@ -44,7 +44,7 @@ def advice(
 
     Where faults remain that no layout can mend (a missing file), it is only said which layout would pass.
     """
-    if min(config.tp, config.pp, config.cp, config.dp or 1) < 1:
+    if range_faults(config):  # no layout mends a number that is none, or makes a model of 10^16 depths
         return ()
     try:
         model = model_of(config)

@@ -76,7 +76,7 @@ def resolve(config: RunConfig, world_size: int, model: ModelConfig | None = None
 
     Raises one ConfigError that lists all faults.
     """
-    faults = _range_faults(config)
+    faults = range_faults(config)
     if faults:
         raise ConfigError(tuple(faults))
     topology = _topology(config, world_size, faults)
@@ -198,7 +198,8 @@ def _accumulate_dtype(config: RunConfig) -> Literal["fp32", "fp64", "bf16"]:
     return "fp64" if config.dtype == "fp64" else "fp32"
 
 
-def _range_faults(config: RunConfig) -> list[str]:
+def range_faults(config: RunConfig) -> list[str]:
+    """What is no number of its kind, or beyond what anybody has run; checked before anything is made of it."""
     faults = []
     for name in _POSITIVE:
         value = getattr(config, name)
@@ -265,6 +266,8 @@ def _parallel_faults(config: RunConfig, virtual_stages: int) -> list[str]:
         faults.append(
             f"`virtual_stages` must be {rule.chunks} with schedule {config.schedule}, but is {virtual_stages}: {why}"
         )
+    if config.wrap is not None and not config.wrap.replace(",", " ").split():
+        faults.append("`wrap` must name a class of modules, but is empty; name some (A,B), or leave it out")
     if config.wrap is not None and config.min_num_params is not None:
         faults.append(
             f"`wrap` and `min_num_params` must not both be given, but are {config.wrap} and {config.min_num_params}; "
@@ -312,7 +315,10 @@ def _training_faults(config: RunConfig) -> list[str]:
             f"use at most {config.steps - 1}"
         )
     try:
-        read_choice(config.kernels or "")
+        if config.kernels is not None and not read_choice(config.kernels):
+            faults.append(
+                "`kernels` must be OPERATION=NAME with commas between, but is empty; or leave it out"
+            )
     except ValueError as error:
         faults.append(str(error))
     if config.chat_template_date is not None and not _is_day(config.chat_template_date):

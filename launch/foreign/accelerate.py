@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from triaxis.engine.plain_files import read_plain
 from triaxis.launch.foreign.deepspeed import read_deepspeed
 from triaxis.launch.foreign.fsdp import read_fsdp, typed
 from triaxis.launch.foreign.keys import AUTO, Reader, Reading, block, number, only, read_keys, same, switch
@@ -187,7 +188,8 @@ def read_accelerate(path: str) -> Reading:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with read_plain(Path(path)) as file:
+            values = yaml.safe_load(file.read().decode("utf-8"))
     except OSError as error:
         raise ValueError(
             f"`accelerate_config` must be a YAML file, but {path}: {error.strerror}; check the path"

@@ -14,6 +14,7 @@ from typing import Any
 
 from triaxis.engine.config import RunConfig
 from triaxis.engine.loss_scale import SETTINGS
+from triaxis.engine.plain_files import read_plain
 
 AUTO = "auto"
 IN_OUTPUT = "{output_dir}"
@@ -156,7 +157,8 @@ def off(why: str) -> Reader:
 def read_json(path: str, option: str) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with read_plain(Path(path)) as file:
+            text = file.read().decode("utf-8")
     except OSError as error:
         raise ValueError(
             f"`{option}` must be a JSON file, but {path}: {error.strerror}; check the path"

@@ -188,7 +188,23 @@ def translated(line: Sequence[str]) -> Translated:
         words += meant.words
         notes += [f"{flag}: {meant.note}"] if meant.note else []
         spelled |= {here: name for here in meant.words if here.startswith("--") and here != flag}
+    _check_precision(on & PRECISIONS, words)
     return Translated(words=tuple(words), notes=tuple(notes), spelled=spelled)
+
+
+def _check_precision(switched_on: set[str], words: Sequence[str]) -> None:
+    """Raises TrainerFlagError where --dtype and a switch differ: the last one would win in silence."""
+    pairs = zip(words, [*words, ""][1:], strict=True)
+    types = [
+        following if word == "--dtype" else word.removeprefix("--dtype=")
+        for word, following in pairs
+        if word == "--dtype" or word.startswith("--dtype=")
+    ]
+    if switched_on and len(set(types)) > 1:
+        (flag,) = switched_on
+        raise TrainerFlagError(
+            f"`{flag}` and `--dtype` must not differ, but are {' and '.join(types)}; leave one out"
+        )
 
 
 def _takes_value(flag: str, rest: Sequence[str]) -> bool:

@@ -198,6 +198,10 @@ def read_choice(text: str) -> dict[Operation, str]:
         rows = rows_of(Operation(operation))
         if name not in rows:
             raise ValueError(_unknown(f"{operation}={name}", [f"{operation}={row}" for row in rows]))
+        if found.get(Operation(operation), name) != name:
+            raise ValueError(
+                f"`kernels` must name each operation once, but names {operation} twice; leave one out"
+            )
         found[Operation(operation)] = name
     return found
 

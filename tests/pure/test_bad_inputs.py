@@ -38,12 +38,17 @@ FILES = ("missing", "folder", "pipe", "null", "long", "escape", "binary", "empty
 TRAIN_WHOLE = (
     *("seq", "tp", "pp", "dp", "cp", "ep", "virtual-stages", "microbatches", "global-batch", "steps"),
     *("per-device-train-batch-size", "gradient-accumulation-steps", "logging-steps", "save-steps"),
-    *("save-total-limit", "eval-steps", "bucket-elements"),
+    *(
+        "save-total-limit",
+        "eval-steps",
+        "bucket-elements",
+        "loss-scale-window",
+    ),
 )
 TRAIN_REAL = (
     *("learning-rate", "weight-decay", "adam-epsilon", "max-grad-norm", "timeout-seconds", "hang-timeout"),
     *("warmup-ratio", "min-learning-rate-ratio", "adam-beta1", "adam-beta2", "save-minutes", "spike-factor"),
-    *("num-train-epochs",),
+    *("num-train-epochs", "mtp-weight", "loss-scale", "min-loss-scale", "router-bias-rate"),
 )
 TRAIN_WORDS = (
     *("schedule", "data-parallel", "optimizer", "lr-scheduler-type", "dtype", "accumulate-dtype", "order"),
@@ -57,6 +62,11 @@ TRAIN_WORDS = (
         "sp",
         "recompute",
         "threads",
+        "kernels",
+        "transport",
+        "save-hf-checkpoints",
+        "offload-optimizer",
+        "offload-param",
     ),
 )
 
@@ -82,6 +92,27 @@ def rows() -> Iterator[tuple[str, ...]]:
         ("train", "--tp"),
         ("train", "--model"),
     )
+    for flag, value in itertools.product(("mtp-depths", "min-num-params"), POSITIVE):
+        if (flag, value) not in (("mtp-depths", "0"), ("min-num-params", "10000000000000000")):
+            yield "train", f"--{flag}={value}"
+    yield from (("train", "--wrap="), ("train", "--wrap=,"), ("train", "--wrap=A", "--min-num-params=9"))
+    for rest in ("nonsense", "norm=", "=compile", "norm=nonsense", "norm=compile,norm=torch", ",", ESCAPE):
+        yield "train", f"--kernels={rest}"
+    for weight in ("0", "-1", "nan", "inf", "1.5", "x", HUGE, ESCAPE):
+        yield "train", "--data", f"{weight}:stdlib", "1:stdlib"
+    for flag in ("loss-scale=8", "min-loss-scale=2", "loss-scale-window=5"):
+        yield "train", f"--{flag}"  # of fp16 alone
+    yield from (
+        ("train", "--fp16", "--bf16"),
+        ("train", "--fp16", "--dtype=fp32"),
+    )
+    yield "train", "--mtp-depths=1", "--pp=9", "--threads"
+    for flag, value in itertools.product(("ranks", "steps", "tp", "mtp-depths"), (*WHOLE, "-1")):
+        yield "config", f"--{flag}={value}"
+    for name in FILES:
+        yield from (
+            ("config", f"--{flag}", f"@{name}") for flag in ("deepspeed", "accelerate-config", "model")
+        )
     for name in FILES:
         for flag in ("model", "data", "tokenizer", "resume"):
             if (flag, name) not in (("resume", "folder"),):
