@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import corpus, packed, run  # noqa: E402
+from benchmarks import agreeing, corpus, packed, run  # noqa: E402
 from benchmarks.cases import LAYOUTS, SIZES, Case, Layout, parse_layout  # noqa: E402
 from benchmarks.report import QUANTITIES, Rounds, case_report, case_table, draw, ratios  # noqa: E402
 from benchmarks.stacks import STACKS, Measurement, Stack  # noqa: E402
@@ -111,6 +111,19 @@ def test_the_texts_of_a_corpus_are_as_large_as_asked(tmp_path: Path) -> None:
     path = corpus.write_texts(tmp_path / "x.jsonl", 1)
     lines = path.read_text().splitlines()
     assert 2**20 <= path.stat().st_size < 2**20 + 2000 and len(set(lines)) == len(lines)
+
+
+def test_the_cost_of_agreeing_is_told_against_what_is_promised() -> None:
+    cost = agreeing.Cost(parameters=14_500_000, step_seconds=0.3, comparing_seconds=0.06, start_seconds=0.13)
+    assert cost.share == pytest.approx(0.06 / 150)
+    assert "0.0400% of training (promised: below 1%)" in agreeing.told(cost) and "0.13 s" in agreeing.told(
+        cost
+    )
+    small = agreeing.measure(hidden=16, length=16, tokens=1000, rounds=1)
+    assert (
+        small.parameters < 500_000
+        and min(small.step_seconds, small.comparing_seconds, small.start_seconds) > 0
+    )
 
 
 @pytest.mark.processes
