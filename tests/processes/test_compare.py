@@ -18,21 +18,20 @@ RUN += ["--per-device-train-batch-size", "1", "--global-batch", "4", "--learning
 
 def test_rows_are_runs_that_agree_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "comparison.svg"
-    rows = ["DDP", "ZeRO-3", "as given", "accumulation"]
+    rows = ["DDP", "ZeRO-3", "accumulation"]
     asked = [word for name in rows for word in ("--only", name)]
     assert main([*RUN, *asked, "--json", "--out", str(picture)]) == 0
     told = json.loads(capsys.readouterr().out)
     ddp, sharded = told["sharing"]
-    given, refused = told["switches"]
-    assert [row["name"] for row in (ddp, sharded, given, refused)] == rows
+    (refused,) = told["switches"]
+    assert [row["name"] for row in (ddp, sharded, refused)] == rows
     assert refused["refusal"] == "`per_device_train_batch_size` must be even to be halved, but is 1"
-    assert ddp["loss"] == pytest.approx(sharded["loss"], abs=1e-6) == given["loss"]
+    assert ddp["loss"] == pytest.approx(sharded["loss"], abs=1e-6)
     # fp32 at dp 2: 16 bytes a parameter, or half of them; ZeRO-3 gathers twice and reduces once, for each of
     # two microbatches, where DDP sends each gradient twice by half
     assert ddp["states_bytes"] == pytest.approx(2 * sharded["states_bytes"], rel=1e-3)
-    assert given["states_bytes"] == pytest.approx(0.75 * ddp["states_bytes"], rel=1e-3)
     assert sharded["sent_bytes"] == pytest.approx(3 * ddp["sent_bytes"], rel=0.01)
-    assert all(row["peak_bytes"] > 1e8 and row["step_seconds"] > 0 for row in (ddp, sharded, given))
+    assert all(row["peak_bytes"] > 1e8 and row["step_seconds"] > 0 for row in (ddp, sharded))
     assert picture.read_text().startswith("<?xml")
 
 
@@ -42,8 +41,9 @@ def test_what_cannot_work_is_refused_before_any_run(
     assert main(["-n", "2", "--model", "tiny", "--tp", "3"]) == 2
     told = capsys.readouterr()
     assert "`tp`" in told.err and " of " not in told.out
-    assert main([*RUN, "--out", str(tmp_path / "none" / "picture.svg")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    (tmp_path / "picture.svg").write_text("mine")
+    assert main([*RUN, "--out", str(tmp_path / "picture.svg")]) == 2
+    assert "picture.svg exists" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_a_row_and_an_exit_code(
