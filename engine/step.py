@@ -222,7 +222,13 @@ class TrainingStep:
         self.position: tuple[str, int, int] | None = None  # what was begun last: kind, chunk, microbatch
         self.scale = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         self.loss_scale = 1.0
-        schedule = make_schedule(plan.schedule, mesh.pp.size, plan.microbatches, plan.virtual_stages)
+        schedule = make_schedule(
+            plan.schedule,
+            mesh.pp.size,
+            plan.microbatches,
+            plan.virtual_stages,
+            weights_wait=not plan.recompute.repeats_layers,
+        )
         tokens = plan.microbatch_size * plan.sequence_length
         programs = lower(schedule)
         self._links = links(programs)

@@ -17,18 +17,27 @@ from triaxis.parallel.pipeline.schedule import (
 from triaxis.parallel.pipeline.vees import VEES
 
 
-def make_schedule(name: str, pp: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The named schedule; ValueError for what it cannot do."""
+def make_schedule(
+    name: str, pp: int, microbatches: int, virtual_stages: int = 1, *, weights_wait: bool = True
+) -> Schedule:
+    """The named schedule; ValueError for what it cannot do.
+
+    weights_wait: gradients of weights come where the schedule has them; else right behind those of inputs, as suits
+    recomputation: what it made again stays until then, and would soon be more than it saves
+    """
     _refuse_impossible(name, pp, microbatches, virtual_stages)
     chosen = ScheduleName(name)
     order_of = VEES.get(chosen)
+    orders = (
+        tuple(order_of(pp, rank, microbatches) for rank in range(pp))
+        if order_of is not None
+        else _looped_orders(chosen, pp, microbatches, virtual_stages)
+    )
     return Schedule(
         name=chosen,
         placement=placement_of(chosen, pp, virtual_stages),
         microbatches=microbatches,
-        orders=tuple(order_of(pp, rank, microbatches) for rank in range(pp))
-        if order_of is not None
-        else _looped_orders(chosen, pp, microbatches, virtual_stages),
+        orders=orders if weights_wait else tuple(map(_weights_at_once, orders)),
     )
 
 
@@ -130,3 +139,14 @@ def _with_weights(order: Sequence[Action], behind: int) -> tuple[Action, ...]:
             if len(waiting) > behind:
                 placed.append(waiting.popleft())
     return (*placed, *waiting)
+
+
+def _weights_at_once(order: Sequence[Action]) -> tuple[Action, ...]:
+    """Every W right behind its I, whose message is on its way by then."""
+    placed: list[Action] = []
+    for action in order:
+        if action.kind is not Kind.WEIGHT:
+            placed.append(action)
+        if action.kind is Kind.INPUT:
+            placed.append(action.like(Kind.WEIGHT))
+    return tuple(placed)

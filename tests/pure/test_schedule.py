@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -174,6 +175,17 @@ def test_weights_of_a_v_add_their_microbatches_in_order() -> None:
                 for chunk in (0, 1):
                     added = [a.microbatch for a in order if a.kind is Kind.WEIGHT and a.chunk == chunk]
                     assert added == list(range(microbatches))
+
+
+def test_weights_that_do_not_wait_come_right_behind() -> None:  # N71
+    for name, chunks in (("zb-h1", 1), ("zb-v", 2), ("v-half", 2)):
+        for microbatches in (1, 5, 9):
+            schedule = make_schedule(name, 4, microbatches, chunks, weights_wait=False)
+            check(schedule)
+            for order in schedule.orders:
+                pairs = [(a, b) for a, b in itertools.pairwise(order) if a.kind is Kind.INPUT]
+                assert len(pairs) == chunks * microbatches
+                assert all(b == a.like(Kind.WEIGHT) for a, b in pairs)
 
 
 def test_a_stage_may_split_what_another_does_whole() -> None:

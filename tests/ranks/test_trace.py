@@ -346,6 +346,26 @@ def test_the_peak_is_what_pytorch_allocates(case: Case) -> None:
     assert abs(told - peak) <= 0.01 * peak
 
 
+def held_by(**fields: object) -> list[int]:
+    """The peak beyond what is there before a step, of four ranks with one or two chunks each of equal layers."""
+    found = row(pp=4, microbatches=8, **fields)  # type: ignore[arg-type]
+    case = replace(found, plan=replace(found.plan, model=replace(MODEL, layers=16)))
+    programs = cluster_of(case)
+    return [
+        memory(programs.program(rank))[0] - sum(programs.program(rank).held.values()) for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+def test_what_was_recomputed_does_not_wait_for_weights(schedule: str, chunks: int) -> None:  # N71
+    """At most 1F1B's peak and what one microbatch leaves for its weights, which is less than it keeps without
+    recomputation; if weights waited, the last rank would hold several times that."""
+    whole = held_by(schedule="1f1b", recompute=Recompute.FULL)
+    kept = held_by(schedule="1f1b")[-1]  # of one microbatch, as the last rank has one in flight
+    halves = held_by(schedule=schedule, virtual_stages=chunks, recompute=Recompute.FULL)
+    assert max(halves) <= max(whole) + kept
+
+
 @pytest.mark.parametrize("case", EIGHT_RANKS[:2], ids=str)
 def test_bytes_are_what_groups_count(case: Case) -> None:  # B160
     """What a program's messages come to is what the groups of a real rank have sent, each counting by itself."""
