@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from triaxis.engine.plan import Precision, Recompute
 from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.launch.hardware.hardware import Link, load_hardware
+from triaxis.launch.pages import present
 from triaxis.launch.plan import main
 from triaxis.launch.planner.explain import (
     PARTS,
@@ -265,6 +267,18 @@ def test_nothing_in_its_table_beats_the_choice(plan_70b: Plan) -> None:
     assert best is not None
     for one in plan_70b.pareto:
         assert not (one.seconds <= best.seconds and one.memory_bytes < best.memory_bytes)
+
+
+def test_the_stage_that_limits_is_named(plan_70b: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    """In memory and in time, where there are stages; nothing is said of the only one."""
+    by_pp = {one.layout.pp > 1: one for one in plan_70b.candidates if one.fits}
+    for several, candidate in by_pp.items():
+        present.console().print(present.choice_view(candidate, None, None))
+        told = " ".join(capsys.readouterr().out.split())
+        named = re.findall(r"; stage (\d+) of (\d+) is the one that limits", told)
+        stages = [str(candidate.memory.stage), str(candidate.time.stage)]
+        assert named == [(stage, str(candidate.layout.pp)) for stage in stages] * several
+    assert len(by_pp) == 2
 
 
 def test_the_least_is_not_rounded_to_whole_nodes() -> None:

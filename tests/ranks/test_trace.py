@@ -240,7 +240,7 @@ def test_processes_do_what_the_trace_tells(first: int, tmp_path: Path) -> None:
             where = f"rank {rank} of {case}"
             told, (real, held) = traced.program(rank), ranks[rank][number]
             assert messages(told) == messages(real), where
-            assert allocations(told) == allocations(real), where
+            assert allocations(told) == allocations(real), f"{where}: {first_difference(told, real)}"
             assert told.held is not None
             assert sum(told.held.values()) == sum(held.values()), where
             for kind in (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,29 @@ def test_gathered_masters_are_the_live_weights(dp: int, zero: int, dtype: torch.
             assert master.dtype == torch.promote_types(dtype, torch.float32)
             assert torch.equal(master, ranks[0][1][name])
             assert torch.equal(master.to(dtype), weights[name])
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda made: {"hidden": made, "name": "layer", "nothing": None}, lambda given: given["hidden"]),
+    "tuple": (lambda made: (None, (made, 3)), lambda given: given[1][0]),
+    "two tensors, one of which nobody uses": (lambda made: [made, made.detach()], lambda given: given[0]),
+}
+
+
+@pytest.mark.parametrize("what", RETURNED)
+def test_modules_may_return_anything(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: AttributeError, since the hook that gathers for backward took the output for a tensor."""
+    pack, unpack = RETURNED[what]
+    expected, forward, call = plain(MICROBATCHES // 2), Layer.forward, nn.Module.__call__
+    monkeypatch.setattr(Layer, "forward", lambda self, input: pack(forward(self, input)))
+
+    def unpacked(self: Layer, input: Tensor) -> Tensor:
+        return unpack(call(self, input))
+
+    monkeypatch.setattr(Layer, "__call__", unpacked)
+    for weights, _ in sharded(2, 3, (Layer,), 100):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
 
 
 def test_a_wrong_stage_is_one_clear_error() -> None:
