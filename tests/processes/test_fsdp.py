@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.agreement import (
     MODEL,
@@ -25,7 +26,9 @@ from triaxis.engine.step import TrainingStep
 from triaxis.models.config import ModelConfig
 from triaxis.models.huggingface.folder import open_weights
 from triaxis.models.weights import filler
+from triaxis.parallel.layers.declare import declare_replicated
 from triaxis.parallel.places.topology import Topology
+from triaxis.parallel.replicas.fsdp import _widen
 from triaxis.parallel.worlds.group import World
 from triaxis.parallel.worlds.mesh import build_mesh
 
@@ -127,3 +130,24 @@ def test_fsdp_begins_with_the_weights_of_a_folder(case: str, tmp_path: Path) -> 
         return step.train(rows_of(model)[mesh.dp.rank * share :][:share], 0.0).loss
 
     assert run_processes(2, tmp_path, first_loss) == pytest.approx([float(loss)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "computed", "reduced"),
+    [
+        (torch.float32, None, None, torch.float32),
+        (torch.bfloat16, None, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_gradients_are_reduced_in_what_they_are_summed_in(
+    dtype: torch.dtype, asked: torch.dtype | None, computed: torch.dtype | None, reduced: torch.dtype
+) -> None:
+    """--dtype and --accumulate-dtype, as torch's fully_shard is told."""
+    module = torch.nn.Linear(4, 4, dtype=dtype)
+    module.register_buffer("table", torch.ones(4, dtype=torch.float64))
+    declare_replicated(module, 0)
+    policy = _widen(module, asked)
+    assert (policy.param_dtype, policy.reduce_dtype) == (computed, reduced)
+    assert module.weight.dtype == torch.float32  # the master
+    assert module.table.dtype == torch.float64
