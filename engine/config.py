@@ -21,6 +21,10 @@ class ConfigError(ValueError):
         self.faults = faults
 
 
+IN_MEMORY = ("none", "cpu")
+"""Places of optimizer states that are no folder."""
+
+
 class DataParallel(StrEnum):
     ZERO = "zero"
     FSDP = "fsdp"
@@ -112,7 +116,7 @@ class RunConfig:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 1.0
-    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_optimizer: str = "none"
     offload_param: Literal["none", "cpu"] = "none"
     recompute: bool = False
     kernels: str | None = None

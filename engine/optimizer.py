@@ -13,6 +13,7 @@ from torch.optim.adamw import (
 from torch.optim.sgd import sgd
 
 from triaxis.engine.plan import Rule, UpdateRule
+from triaxis.engine.state_files import StateFiles
 from triaxis.parallel.replicas.data_parallel import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -20,18 +21,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True)
 class Run:
-    """A part [start, stop) of a bucket's master shard that is updated alike. state: empty before the first update."""
+    """A part [start, stop) of a bucket's master shard that is updated alike. state: empty until it is asked for."""
 
     master: Tensor
     start: int
     stop: int
     state: dict[str, Tensor] = field(default_factory=dict)
+    files: StateFiles | None = None
 
     def adam_state(self) -> dict[str, Tensor]:
         """The counter of updates and the moments that AdamW keeps, zeros at first."""
         if not self.state:
             self.state["step"] = torch.zeros((), dtype=torch.float32, device=self.master.device)
-            self.state |= {name: torch.zeros_like(self.master) for name in MOMENTS}
+            zeros_like = torch.zeros_like if self.files is None else self.files.zeros_like
+            self.state |= {name: zeros_like(self.master) for name in MOMENTS}
         return self.state
 
 
@@ -76,7 +79,7 @@ def _sgd(rule: UpdateRule, runs: Sequence[Run], gradients: list[Tensor], rate: f
 OPTIMIZERS: dict[Rule, Update] = {Rule.ADAMW: _adamw, Rule.SGD: _sgd}
 
 
-def _runs(bucket: Shard, decayed: bool) -> list[Run]:
+def _runs(bucket: Shard, decayed: bool, files: StateFiles | None) -> list[Run]:
     """The longest runs of the shard with this weight decay; padding belongs to none."""
     borders: list[tuple[int, int, bool]] = []
     for segment in bucket.segments:
@@ -85,17 +88,29 @@ def _runs(bucket: Shard, decayed: bool) -> list[Run]:
         else:
             borders.append((segment.start, segment.stop, segment.layout.decayed))
     master = bucket.master.detach()
-    return [Run(master[start:stop], start, stop) for start, stop, kind in borders if kind is decayed]
+    return [
+        Run(master[start:stop], start, stop, files=files) for start, stop, kind in borders if kind is decayed
+    ]
 
 
 class ShardOptimizer:
-    """Updates every bucket's master shard from its gradient shard. steps: updates done."""
+    """Updates every bucket's master shard from its gradient shard. steps: updates done.
 
-    def __init__(self, buckets: Sequence[Shard], rule: UpdateRule) -> None:
-        self._rule, self.steps = rule, 0
+    files: where moments, and masters that are not the parameters themselves, are kept; None: in memory
+    """
+
+    def __init__(self, buckets: Sequence[Shard], rule: UpdateRule, files: StateFiles | None = None) -> None:
+        self._rule, self._files, self.steps = rule, files, 0
+        if files is not None:
+            for bucket in buckets:
+                bucket.move_master(files.moved)
         self._runs = [
-            (bucket, [(decayed, _runs(bucket, decayed)) for decayed in (True, False)]) for bucket in buckets
+            (bucket, [(decayed, _runs(bucket, decayed, files)) for decayed in (True, False)])
+            for bucket in buckets
         ]
+        if files is not None:  # room that is missing is missed now, not at the first update
+            for _ in self.moments():
+                pass
 
     @torch.no_grad()
     def step(self, learning_rate: float, coefficient: Tensor) -> None:
@@ -116,6 +131,9 @@ class ShardOptimizer:
                         learning_rate,
                         self._rule.weight_decay if decayed else 0.0,
                     )
+            if self._files is not None:
+                held = (run for _, runs in groups for run in runs)
+                self._files.let_go(tensor for run in held for tensor in (run.master, *run.state.values()))
 
     def _every_run(self) -> Iterator[tuple[Shard, Run]]:
         for bucket, groups in self._runs:

@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
+from triaxis.engine.config import IN_MEMORY, ConfigError, DataParallel, ResolvedRun, RunConfig, SaveStrategy
 from triaxis.engine.data.files import text_files
 from triaxis.engine.data.sets import named_sets
 from triaxis.engine.data.vocabulary import vocabulary_of
@@ -324,6 +324,12 @@ def _training_faults(config: RunConfig) -> list[str]:
     if config.chat_template_date is not None and not _is_day(config.chat_template_date):
         faults.append(
             f"`chat_template_date` must be a day such as 2026-12-31, but is {config.chat_template_date!r}"
+        )
+    place = config.offload_optimizer
+    if place not in IN_MEMORY and "/" not in place:
+        faults.append(
+            f"`offload_optimizer` must be none, cpu or a folder (./{place}), but is {place!r}; "
+            "a folder's path has a / in it"
         )
     if config.offload_param != "none" and config.zero != 3:
         faults.append(

@@ -19,6 +19,7 @@ from triaxis.engine.config import ConfigError
 from triaxis.engine.config import DataParallel as DataParallelKind
 from triaxis.engine.optimizer import ShardOptimizer
 from triaxis.engine.plan import Precision, StepPlan, stage_layers
+from triaxis.engine.state_files import StateFiles
 from triaxis.models.batch import Batch, Inputs, Output
 from triaxis.models.stage import ModelStage, build_stage
 from triaxis.parallel.kernels.table import read_choice
@@ -202,9 +203,12 @@ class TrainingStep:
     """A rank's part of the model, its optimizer, and the step that trains them. Making it is collective.
 
     fill: gives each parameter its first values; None: random ones by `plan.seed`, or zeros where that is None too
+    state_files: where the optimizer's states are kept; None: in memory
     """
 
-    def __init__(self, plan: StepPlan, mesh: Mesh, fill: Fill | None = None) -> None:
+    def __init__(
+        self, plan: StepPlan, mesh: Mesh, fill: Fill | None = None, state_files: StateFiles | None = None
+    ) -> None:
         self.plan, self.mesh = plan, mesh
         dtype = DTYPES[plan.dtype]
         self.stages = build_stages(plan, mesh)
@@ -214,7 +218,7 @@ class TrainingStep:
             if fill is not None:
                 fill(layout, state.view(-1), 0)
         self.balance = Balance(self.stages, mesh, plan)
-        self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule)
+        self.optimizer = ShardOptimizer(self.data_parallel.buckets, plan.rule, state_files)
         self.batches: Sequence[Batch] = ()
         self.losses: Sequence[Tensor] = ()  # of the latest step's microbatches, on the rank of the last stage
         self.auxiliary: Tensor | None = None  # the losses of this rank's layers, as far as the step has come

@@ -150,8 +150,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "consecutive_hysteresis": "With fp16: only overflows without an update between them count together.",
         "min_loss_scale": "With fp16: an overflow at this scale ends the run.",
         "accumulate_dtype": "What gradients are summed in; auto is fp32, and fp64 with fp64.",
-        "offload_optimizer": "Where optimizer states are: on the device, or in the host's memory (CPU runs only yet).",
-        "offload_param": "The same of ZeRO-3's parameters.",
+        "offload_optimizer": "Where optimizer states are: none: on the device; cpu: in the host's memory; a folder "
+        "(./states): in files there, mapped a bucket at a time. The last two in CPU runs only yet.",
+        "offload_param": "Where ZeRO-3's parameters are: none or cpu.",
         "device": "Where to train, or (in a simulation) whose path to take; auto is a GPU where there is one, and "
         "all ranks must have found the same.",
         "transport": "How ranks on CPUs talk: auto lets those of one machine read each other's memory; gloo sends all "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from triaxis.engine.advice import resolve_or_advise
-from triaxis.engine.config import ConfigError, DataParallel, ResolvedRun, RunConfig
+from triaxis.engine.config import IN_MEMORY, ConfigError, DataParallel, ResolvedRun, RunConfig
 from triaxis.engine.plan import StepPlan, step_plan
 from triaxis.launch.command_line import Claim, Parser, whole, within
 from triaxis.launch.ending import Exit, refuse, run_command
@@ -120,6 +120,13 @@ def _resolve(config: RunConfig, flags: SimulateFlags) -> ResolvedRun:
         raise ConfigError(
             (
                 "`data_parallel` must be zero in a simulation, but is fsdp, whose messages are torch's; use --zero 3",
+            )
+        )
+    if config.offload_optimizer not in IN_MEMORY:
+        raise ConfigError(
+            (
+                f"`offload_optimizer` must be none or cpu in a simulation, but is {config.offload_optimizer}: what a "
+                "disk takes is not priced; leave it out",
             )
         )
     model_parallel = config.tp * config.pp * config.cp

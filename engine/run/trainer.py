@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from triaxis.engine.checkpoint.folder import checkpoints_at
 from triaxis.engine.config import (
+    IN_MEMORY,
     ConfigError,
     ResolvedRun,
     RunConfig,
@@ -41,6 +42,7 @@ from triaxis.engine.run.resume import continues_here
 from triaxis.engine.run.saving import Saver
 from triaxis.engine.run.times import StepTimes
 from triaxis.engine.run.weights import first_values, told_first_loss
+from triaxis.engine.state_files import StateFiles
 from triaxis.engine.step import TrainingStep
 from triaxis.parallel.kernels.table import chosen_kernels, told_kernels
 from triaxis.parallel.places.legal_values import counted
@@ -82,11 +84,11 @@ def train(
         path = checkpoint_to_load(config, mesh)
         watch.at(0, "reading data")
         inputs = open_inputs(config, resolved, mesh, lambda: watch.at(0, "reading data"))
-        plan = step_plan(config, resolved)
+        plan, files = step_plan(config, resolved), _state_files(config)
         if path is None:
-            training = TrainingStep(plan, mesh, first_values(config, resolved))
+            training = TrainingStep(plan, mesh, first_values(config, resolved), files)
         else:  # whatever values it had would be loaded over
-            training = TrainingStep(dataclasses.replace(plan, seed=None), mesh)
+            training = TrainingStep(dataclasses.replace(plan, seed=None), mesh, state_files=files)
         training.connect()
         watch.watch_pipeline(training)
         return _Run(config, resolved, training, inputs, supervision, watch).go(path)
@@ -312,6 +314,11 @@ class _Run:
         loss, _ = self._training.evaluate(batches)
         rates.of_step()
         return loss, None
+
+
+def _state_files(config: RunConfig) -> StateFiles | None:
+    place = config.offload_optimizer
+    return None if place in IN_MEMORY else StateFiles(Path(place))
 
 
 def _refuse_offload(config: RunConfig, world: World) -> None:

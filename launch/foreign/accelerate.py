@@ -48,7 +48,9 @@ def _unless_none(read: Reader) -> Reader:
 def _device(name: str) -> Reader:
     def read(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
         if value == "nvme":
-            found.refuse(key, value, "states are kept in memory; use cpu or none")
+            found.refuse(
+                key, value, "use cpu or none, and --offload-optimizer FOLDER for the optimizer's states"
+            )
         elif value == "cpu":
             found.put(key, name, "cpu")
         elif value not in (None, "none"):

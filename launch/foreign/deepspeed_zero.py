@@ -9,8 +9,10 @@ from triaxis.launch.foreign.keys import AUTO, IN_OUTPUT, Reader, Reading, block,
 
 def _offload(name: str) -> Reader:
     def device(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
-        if value == "nvme":
-            found.refuse(key, value, "states are kept in memory; use cpu or none")
+        if value == "nvme" and name == "offload_param":
+            found.refuse(key, value, "parameters are kept in memory; use cpu or none")
+        elif value == "nvme":
+            pass  # the place is the path beside it
         elif value in ("cpu", "none", AUTO):
             found.put(key, name, "none" if value == AUTO else value)
         else:
@@ -33,9 +35,24 @@ def _offload(name: str) -> Reader:
             **dict.fromkeys(names, speed),
             "ratio": only((1, 1.0), "all states are in one place"),
             "super_offload": only((False,), "states are moved bucket by bucket"),
-            "nvme_path": same("no state is kept there"),
+            "nvme_path": _path,
         }
     )
+
+
+def _path(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
+    """Has a meaning beside a device nvme alone."""
+
+
+def _offload_optimizer(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
+    _offload("offload_optimizer")(found, key, value)
+    if not isinstance(value, dict) or value.get("device") != "nvme":
+        return
+    path = value.get("nvme_path")
+    if isinstance(path, str) and path not in ("", "none"):
+        found.put(f"{key}.nvme_path", "offload_optimizer", path if "/" in path else f"./{path}")
+    else:
+        found.must(f"{key}.nvme_path", path, "a folder where the device is nvme")
 
 
 def _export(found: Reading, key: str, value: Any) -> None:  # noqa: ANN401
@@ -54,7 +71,7 @@ _LIMIT = same("a limit on speed or memory; here one unit is gathered ahead, and 
 ALWAYS = same("always so here")
 ZERO: dict[str, Reader] = {
     "stage": number("zero", whole=True),
-    "offload_optimizer": _offload("offload_optimizer"),
+    "offload_optimizer": _offload_optimizer,
     "offload_param": _offload("offload_param"),
     "reduce_bucket_size": number("bucket_elements", whole=True, least=1),
     **dict.fromkeys(

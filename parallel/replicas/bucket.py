@@ -190,6 +190,11 @@ class Bucket:
         """Into how many parts the bucket's master weights are cut: 1 in stage 0, where every rank updates all."""
         return self.group.size if self.sharding.states else 1
 
+    def move_master(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Puts `master` elsewhere, unless it is the parameters themselves."""
+        if self.master is not self.shard:
+            self.master = moved(self.master)
+
     def reductions(self, microbatches: int) -> int:
         """How often a step of so many microbatches reduces the bucket's gradient."""
         if self.group.size == 1:

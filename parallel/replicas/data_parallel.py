@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,10 @@ class Shard(Protocol):
     @property
     def shards(self) -> int:
         """Into how many equal parts the padded bucket is cut; member i of `group` updates part i (or all, if one)."""
+        ...
+
+    def move_master(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Puts `master` elsewhere, unless it is the parameters themselves."""
         ...
 
     def reductions(self, microbatches: int) -> int:

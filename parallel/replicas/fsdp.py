@@ -7,7 +7,7 @@ reduce-scattered in the last one. FSDP cuts every parameter along dimension 0, u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,9 @@ class FsdpShard:
     def shards(self) -> int:
         """Into how many parts the parameter is cut."""
         return self.group.size
+
+    def move_master(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Nothing: the masters are torch's own parameters."""
 
     def reductions(self, microbatches: int) -> int:
         """None that a group sees: torch's own hooks reduce."""
