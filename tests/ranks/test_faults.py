@@ -313,7 +313,7 @@ def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     file.room = 0
     writer.write(row(4))
-    with pytest.raises(OSError, match=r"1 rows of metrics.jsonl are lost"):
+    with pytest.raises(OSError, match=r"1 row of metrics.jsonl is lost"):
         writer.close()
 
 
