@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def _request(options: argparse.Namespace, hardware: Hardware) -> Request:
     hardware.peak(options.dtype)
     model, name = _model(options.model)
     return Request(
-        model=model,
+        model=replace(model, depths=options.mtp_depths),
         name=name,
         hardware=hardware,
         gpus=options.gpus,

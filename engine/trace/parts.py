@@ -9,6 +9,7 @@ every other trace, and is priced as such; whoever plans puts the parts together 
     backward    [ head ][ layer ][ layer ][ embedding ]         a piece ends where a gradient is whole
 
 The layer told is the second one: what comes before it and after it is a layer too, as almost everywhere in a model.
+An extra prediction depth, where a model has some, is a part from the embedding to the loss: behind the head in forward.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Part:
 class Parts:
     """The parts of a model on a rank.
 
-    start: what every chunk's forward pass begins with; layers: by kind
+    start: what every chunk's forward pass begins with; layers: by kind; depths: extra prediction depths
     table_bytes: that every chunk holds besides model states, such as rotary tables
     """
 
@@ -100,6 +101,7 @@ class Parts:
     embedding: Part
     layers: dict[Kind, Part]
     head: Part
+    depths: tuple[Part, ...]
     table_bytes: int
 
 
@@ -133,7 +135,8 @@ class Updates:
 def small_model(model: ModelConfig) -> ModelConfig:
     """The model with two layers of each of its kinds and nothing else; ends, sizes and norms as they are."""
     kinds = tuple(kind for kind in model.kinds() for _ in range(LAYERS))
-    return replace(model, layers=len(kinds), leading=kinds, repeating=kinds[-1:])
+    further = model.depth_kinds() or kinds[-1:]
+    return replace(model, layers=len(kinds), leading=kinds, repeating=further)
 
 
 def trace_parts(plan: StepPlan, tp: int, known: Known, *, further: bool = False) -> Parts:
@@ -222,7 +225,7 @@ def _run(
         blocks[-1].register_forward_hook(note)
         for stage in _built(step):
             if stage.embedding is not None:
-                stage.embedding.register_forward_pre_hook(note)
+                stage.embedding.register_forward_pre_hook(note)  # where each extra depth begins, too
 
     program, step, *_ = record_step(
         plan,
@@ -254,10 +257,10 @@ def _built(step: TrainingStep) -> list[Stage]:
 
 
 def _owners(step: TrainingStep) -> dict[int, list[int]]:
-    """The units that use each parameter, by its id: 0 is the embedding, then come the layers, then the head."""
+    """The units that have each parameter, by its id: 0 is the embedding, then come layers, head and extra depths."""
     (stage,) = _built(step)
     owners: dict[int, list[int]] = {}
-    for number, module in enumerate([stage.embedding, *stage.blocks, stage.head]):
+    for number, module in enumerate([stage.embedding, *stage.blocks, stage.head, *stage.depths]):
         assert module is not None
         for parameter in module.parameters():
             owners.setdefault(id(parameter), []).append(number)
@@ -267,19 +270,20 @@ def _owners(step: TrainingStep) -> dict[int, list[int]]:
 def _assembled(
     plan: StepPlan, program: Program, step: TrainingStep, forward: list[Segment], backward: list[Whole]
 ) -> Parts:
-    """forward: what comes before the embedding, the embedding, each layer, and the head; backward: see `pieces_of`."""
+    """forward: what comes before the embedding, then each unit in the order of `_owners`; backward: see `pieces_of`."""
     data_parallel = step.data_parallel
     assert isinstance(data_parallel, ZeroDataParallel)
     owners = _owners(step)
     parameters = [bucket.members[0] for bucket in data_parallel.buckets]
     used = [owners.get(id(parameter), []) for parameter in parameters]
-    last = len(forward) - 2  # the head's number
+    depths = plan.model.depths
+    last = len(forward) - 2 - depths  # the head's number
     whole_in: dict[int, int] = {}  # by bucket, the unit in whose backward pass its gradient is whole
     under_way = last
     for _, bucket in backward:  # what no unit has alone is whole in the head, or after all layers
         if bucket >= 0:
             alone = len(used[bucket]) == 1
-            under_way = used[bucket][0] if alone else last if under_way == last else 0
+            under_way = used[bucket][0] if alone else last if under_way >= last else 0
             whole_in[bucket] = under_way
 
     def part(unit: int) -> Part:
@@ -305,6 +309,7 @@ def _assembled(
         embedding=part(0),
         layers={kind: part(LAYERS * (number + 1)) for number, kind in enumerate(plan.model.kinds())},
         head=part(last),
+        depths=tuple(part(last + 1 + depth) for depth in range(depths)),
         table_bytes=(program.held or {}).get(MemoryKind.OTHER, 0),
     )
 

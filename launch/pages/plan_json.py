@@ -97,6 +97,7 @@ def plan_json(
             "memory_bytes": request.hardware.memory_bytes,
             "seq": request.seq,
             "document_tokens": request.document_tokens,
+            "mtp_depths": request.model.depths,
             "global_batch": request.global_batch,
             "dtype": request.dtype,
         },

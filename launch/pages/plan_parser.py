@@ -25,6 +25,7 @@ Prices are closed forms; the ranges beside them held nine of ten published runs 
 SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 MOST_GPUS, MOST_TOKENS, MOST_SHOWN = 1_000_000, 100_000_000, 1000
+MOST_DEPTHS = 1000
 MOST_PRICE, MOST_TOKENS_IN_ALL = 1e6, 1e18
 
 
@@ -65,6 +66,13 @@ def plan_parser() -> Parser:
         type=within(whole, 1, MOST_TOKENS),
         metavar="N",
         help="mean length of the documents packed into a sequence; default: it is one",
+    )
+    run.add_argument(
+        "--mtp-depths",
+        type=within(whole, 0, MOST_DEPTHS),
+        metavar="N",
+        default=0,
+        help="extra prediction depths behind the layers; default: none",
     )
     run.add_argument(
         "--global-batch",

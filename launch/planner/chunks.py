@@ -15,6 +15,7 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Final
 
 from triaxis.engine.plan import StepPlan, stage_layers
+from triaxis.launch.planner.ends import joined_part
 from triaxis.launch.planner.profiles import Profile, apart, shapes_of
 from triaxis.launch.planner.units import Unit
 from triaxis.parallel.replicas.cut import Member, Sharding, fill_buckets, padded_elements
@@ -136,7 +137,7 @@ class Chunk:
 def unit_of(profile: Profile, name: Hashable) -> Unit:
     """The prices of a chunk's unit."""
     if name == HEAD:
-        return profile.head
+        return profile.end
     return profile.embedding if name == EMBEDDING else profile.layers[name]  # type: ignore[index]
 
 
@@ -193,15 +194,12 @@ class _Held:
 def _chunk(
     plan: StepPlan, parts: Parts, kinds: Sequence[Hashable], replicas: int, *, first: bool, last: bool
 ) -> Chunk:
+    ends = _ends(plan, parts, first=first, last=last)
     units = ((HEAD,) if last else ()) + tuple(reversed(kinds)) + ((EMBEDDING,) if first else ())
-    tied = plan.model.tied and not (first and last)
     root: list[_Held] = []
     own: list[list[_Held]] = []
     for place, name in enumerate(units):
-        part: Part = (
-            parts.head if name == HEAD else parts.embedding if name == EMBEDDING else parts.layers[name]  # type: ignore[index]
-        )
-        held, rooted = _of_unit(part, place, tied=tied and name in (HEAD, EMBEDDING))
+        held, rooted = _of_unit(ends[name] if name in ends else parts.layers[name], place)  # type: ignore[index]
         own.append(held)
         root = [*rooted, *root]  # the embedding's come before the head's, as modules do
     ordered = [*root, *(held for unit in reversed(own) for held in unit)]
@@ -226,8 +224,24 @@ def _chunk(
     )
 
 
-def _of_unit(part: Part, place: int, *, tied: bool) -> tuple[list[_Held], list[_Held]]:
-    """The unit's own parameters and the root's that it uses. tied: its table is, to one on another stage."""
+def _ends(plan: StepPlan, parts: Parts, *, first: bool, last: bool) -> dict[Hashable, Part]:
+    """Head and embedding as a chunk has them: extra prediction depths, tables that are tied to another stage's."""
+    depths, tied = plan.model.depths > 0, plan.model.tied and not (first and last)
+    if tied:
+        head = tuple(replace(one, tied=True) for one in parts.head.parameters)
+        parts = replace(parts, head=replace(parts.head, parameters=head))
+    table = tuple(
+        replace(one, tied=tied or (depths and not last), shared=one.shared or (depths and last))
+        for one in parts.embedding.parameters
+    )
+    return {
+        HEAD: joined_part(parts, table=not (first or plan.model.tied)) if depths else parts.head,
+        EMBEDDING: replace(parts.embedding, parameters=table),
+    }
+
+
+def _of_unit(part: Part, place: int) -> tuple[list[_Held], list[_Held]]:
+    """The unit's own parameters and the root's that it uses."""
     whole = {
         number: place * PIECES + index
         for index, piece in enumerate(part.backward)
@@ -235,8 +249,8 @@ def _of_unit(part: Part, place: int, *, tied: bool) -> tuple[list[_Held], list[_
     }
 
     def held(number: int, parameter: Parameter, where: int) -> _Held:
-        if tied and where != ROOT:
-            parameter = replace(parameter, tied=True, partial=(*parameter.partial, TIES))
+        if parameter.tied and where != ROOT:
+            parameter = replace(parameter, partial=(*parameter.partial, TIES))
         # the head uses a shared table first, and is always the first unit
         begins = 0 if parameter.shared else whole[number]
         return _Held(parameter=parameter, place=where, first=begins, whole=whole[number])

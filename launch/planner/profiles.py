@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, Final
 
 from triaxis.engine.plan import Recompute, StepPlan
 from triaxis.launch.hardware.hardware import Hardware
+from triaxis.launch.planner.ends import depth_units, joined_unit
 from triaxis.launch.planner.units import Pricer, Stretch, Unit, drawn
 from triaxis.launch.simulator.timeline import Prices
 from triaxis.models.config import ModelConfig
@@ -36,17 +37,23 @@ _ONE_BUCKET: Final = 1 << 62
 """Elements that no bucket reaches: all parameters of a small model are in one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model's units on one rank. hidden_bytes: of a hidden state as it passes between stages; table_bytes: that each
-    chunk holds besides model states."""
+    """A model's units on one rank. depths: extra prediction depths, without their tables; hidden_bytes: of a hidden
+    state as it passes between stages; table_bytes: that each chunk holds besides model states."""
 
     start: Stretch
     embedding: Unit
     layers: dict[Kind, Unit]
     head: Unit
+    depths: tuple[Unit, ...]
     hidden_bytes: float
     table_bytes: int
+
+    @cached_property
+    def end(self) -> Unit:
+        """The head, with all extra prediction depths."""
+        return joined_unit(self.head, self.depths, self.embedding) if self.depths else self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +198,7 @@ def _ends(plan: StepPlan, tokens: int, tp: int, further: bool) -> Parts:
     enough."""
     kind = plan.model.kind(0)
     longest = max(plan.model.max_positions, tokens)
-    model = replace(plan.model, layers=1, leading=(), repeating=(kind,), max_positions=longest)
+    model = replace(plan.model, layers=1, leading=(), repeating=(kind,), max_positions=longest, depths=0)
     ends = replace(plan, model=model, sequence_length=tokens, microbatch_size=1, recompute=Recompute.NONE)
     ends = replace(ends, document_tokens=None)  # they attend to nothing
     return _parts(ends, tp, further)
@@ -220,6 +227,7 @@ def _profile(plan: StepPlan, size: int, tp: int, on: On, further: bool) -> Profi
         embedding=embedding,
         layers={kind: pricer.unit(part, high.layers[kind]) for kind, part in low.layers.items()},
         head=head,
+        depths=depth_units(pricer, low, high),
         hidden_bytes=plan.dtype.element_bytes
         * plan.model.hidden_size
         * tokens
@@ -233,7 +241,7 @@ def _further(plan: StepPlan, size: int, tp: int, on: On) -> Profile:
     first = _profile(plan, size, tp, on, False)
     least = replace(plan, microbatch_size=_least(plan, tp), recompute=Recompute.NONE)
     few = _few_tokens(plan, tp)[0]
-    layers = [_layers(least, tp, added).layers for added in (False, True)]
+    inner = [_layers(least, tp, added) for added in (False, True)]
     ends = [_ends(plan, few, tp, added) for added in (False, True)]
     pricer = Pricer(on.hardware, tp, 0.0)
 
@@ -251,7 +259,11 @@ def _further(plan: StepPlan, size: int, tp: int, on: On) -> Profile:
     return replace(
         first,
         embedding=longer(first.embedding, ends[0].embedding, ends[1].embedding),
-        layers={kind: longer(unit, layers[0][kind], layers[1][kind]) for kind, unit in first.layers.items()},
+        layers={
+            kind: longer(unit, inner[0].layers[kind], inner[1].layers[kind])
+            for kind, unit in first.layers.items()
+        },
+        depths=tuple(map(longer, first.depths, inner[0].depths, inner[1].depths)),
         head=longer(first.head, ends[0].head, ends[1].head),
     )
 

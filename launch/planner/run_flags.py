@@ -26,6 +26,8 @@ def run_flags(request: Request, candidate: Candidate, tokens: float | None = Non
         flags.append("--recompute")
     if layout.virtual_stages > 1:
         flags += ["--schedule", "interleaved", "--virtual_stages", str(layout.virtual_stages)]
+    if request.model.depths:
+        flags += ["--mtp_depths", str(request.model.depths)]
     if tokens is not None:
         flags += ["--steps", str(math.ceil(tokens / (request.global_batch * request.seq)))]
     return tuple(flags)

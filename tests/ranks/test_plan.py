@@ -351,6 +351,14 @@ def test_a_wish_that_cannot_be_read(text: str, said: str) -> None:
         parse_wish(text)
 
 
+def test_extra_prediction_depths_are_priced_and_in_the_command(ask: Ask) -> None:
+    wish = ("--model", "tiny-v3", "--gpus", "4", "--seq", "128", "--global-batch", "16")
+    without, with_one = ask(*wish), ask(*wish, "--mtp-depths", "1")
+    assert "--mtp_depths" not in without["command"] and "--mtp_depths 1" in with_one["command"]
+    assert with_one["request"]["parameters"] > without["request"]["parameters"]
+    assert with_one["best"]["step_seconds"] > without["best"]["step_seconds"]
+
+
 # What does not fit.
 
 

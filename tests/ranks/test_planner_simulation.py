@@ -237,6 +237,37 @@ def test_kinds_of_layers_that_nobody_told_the_planner_of_are_planned(model: Mode
     assert abs(found.memory) < MEMORY_TOLERANCE and abs(found.time) < TIME_TOLERANCE, described(found)
 
 
+DEPTHS = [
+    (load_config("tiny-v3"), 1, Topology(dp=2, tp=2, pp=2), 1, Recompute.NONE),
+    (load_config("tiny-v3"), 2, Topology(dp=2, tp=2, pp=2), 3, Recompute.FULL),
+    (load_config("small"), 2, Topology(dp=2, tp=2), 2, Recompute.NONE),
+    (replace(load_config("small"), tied=True), 1, Topology(dp=2, pp=2), 1, Recompute.NONE),
+]
+
+
+@pytest.mark.parametrize(("model", "depths", "topology", "zero", "recompute"), DEPTHS)
+def test_extra_prediction_depths_are_planned(
+    model: ModelConfig, depths: int, topology: Topology, zero: int, recompute: Recompute
+) -> None:
+    """The stage that computes them has a second table where it is not the first, or shares the head's."""
+    plan = StepPlan(
+        model=replace(model, max_positions=512, vocab_size=8192, depths=depths),
+        microbatch_size=2,
+        microbatches=8,
+        sequence_length=512,
+        sequence_parallel=topology.tp > 1,
+        zero=zero,
+        recompute=recompute,
+        dtype=Precision.BF16,
+    )
+    layout = Layout(plan=plan, topology=topology, hardware=load_hardware("h100-80g"))
+    found = compare(layout)
+    assert abs(found.memory) < MEMORY_TOLERANCE and abs(found.time) < TIME_TOLERANCE, described(found)
+    without = replace(layout, plan=replace(plan, model=replace(plan.model, depths=0)))
+    assert memory(layout).allocated > memory(without).allocated
+    assert step_time(layout).seconds > step_time(without).seconds
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_plan_counts_what_the_model_counts(name: str) -> None:
     """Every parameter once, in every preset; a bias that only chooses experts has no gradient, and no state."""
