@@ -109,7 +109,12 @@ def dropout_warning(config: RunConfig, resolved: ResolvedRun) -> str | None:
 
 
 def bubble_warning(config: RunConfig, resolved: ResolvedRun) -> str | None:
-    """Says so where a pipeline waits more than a third of its time, and how many microbatches would mend that."""
+    """Says so where a pipeline waits more than a third of its time, and how many microbatches would mend that.
+
+    Of schedules that fill their waiting with gradients of weights nothing is said.
+    """
+    if SCHEDULES[config.schedule].splits:
+        return None
     stages, chunks, count = resolved.topology.pp, resolved.virtual_stages, resolved.microbatches
     share = (stages - 1) / (chunks * count + stages - 1)
     enough = math.ceil(2 * (stages - 1) / chunks)

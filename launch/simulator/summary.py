@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from triaxis.launch.planner.waiting import waiting_text
+from triaxis.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 from triaxis.parallel.places.legal_values import counted
 
 GIGA = 1e9
@@ -108,7 +109,7 @@ def _print_time(console: Console, values: Mapping[str, Any]) -> None:
     console.print(f"idle for want of work, by stage: {', '.join(f'{bubble:.1%}' for bubble in bubbles[:16])}")
     run = values["run"]
     waiting = waiting_text(values["topology"]["pp"], run["microbatches"], run["virtual_stages"])
-    if waiting is not None:
+    if waiting is not None and not SCHEDULES[ScheduleName(run["schedule"])].splits:
         console.print(f"[yellow]warning[/yellow] {waiting}")
     table = Table("lane", "busy s", "waited for s", box=None, pad_edge=False)
     for name, seconds in time["busy_seconds"].items():

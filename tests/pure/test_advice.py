@@ -16,6 +16,7 @@ from triaxis.engine.config import ConfigError, RunConfig
 from triaxis.engine.rules import resolve
 from triaxis.launch.flags import parse_flags
 from triaxis.models.presets import PRESETS
+from triaxis.parallel.pipeline.schedule import ScheduleName
 
 START = re.compile(r"  (?:torchrun --nproc-per-node (\d+) -m triaxis\.launch\.train|triaxis train)(.*)")
 
@@ -170,6 +171,8 @@ def test_a_large_bubble_is_told_with_what_mends_it() -> None:
     assert bubble_warning(mended, resolve(mended, 4)) is None
     default = RunConfig(pp=4)
     assert bubble_warning(default, resolve(default, 4)) is None
+    filled = RunConfig(pp=4, microbatches=2, schedule=ScheduleName.ZB_H1)
+    assert bubble_warning(filled, resolve(filled, 4)) is None
     deep = RunConfig(
         pp=4, microbatches=4, schedule="interleaved", virtual_stages=1 + (PRESETS["tiny"].layers >= 8)
     )
