@@ -19,7 +19,15 @@ class StateFiles:
     """Makes tensors in files of a folder, which have no names and so end with the process, whatever ends it."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"`offload_optimizer` must be a folder that can be written, but {folder} is none ({error.strerror}); "
+                "use another folder",
+            ) from error
         self._folder = folder
         self._mappings: dict[int, mmap.mmap] = {}  # by where each begins in memory
 

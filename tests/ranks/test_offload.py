@@ -105,6 +105,12 @@ def test_an_optimizer_keeps_masters_and_moments_in_its_files(tmp_path: Path) -> 
 def test_a_full_disk_and_a_word_that_is_no_folder_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        OSError, match=r"must be a folder that can be written, but .*file is none \(File exists\)"
+    ):
+        StateFiles(tmp_path / "file")
+
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
