@@ -53,9 +53,11 @@ def test_experts_train_and_go_on_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_deepseek_v3_in_small_learns(tmp_path: Path) -> None:
     layout = ["--tp", "2", "--pp", "2", "--ep", "2", "--sp"]
-    launched(4, *layout, "--steps", "20", "--output-dir", str(tmp_path), model="tiny-v3")
+    launched(4, *layout, "--mtp-depths", "1", "--steps", "20", "--output-dir", str(tmp_path), model="tiny-v3")
     losses = [row["loss"] for row in rows(tmp_path)]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    further = [row["mtp_loss_1"] for row in rows(tmp_path)]
+    assert further[-1] < further[0] - 1
 
 
 def test_the_same_run_is_simulated_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
