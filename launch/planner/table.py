@@ -25,7 +25,7 @@ LAYER_PARAMETERS: Final = 1 << 28
 STAGE_LAYERS: Final = 50
 
 DENSE_671B: Final = load_config("dense-671b")
-"""DeepSeek-V3's size, depth and vocabulary with every parameter dense: what this engine can train of that size."""
+"""DeepSeek-V3's size, depth and vocabulary with every parameter dense: what `plan`, without ep, can price of that size."""
 
 QWEN_1_8B: Final = dense_model(
     name="qwen1.5-1.8b",
@@ -58,7 +58,7 @@ SIZES: Final = (
         name="671B",
         model=DENSE_671B,
         gpus=256,
-        note="a dense model of DeepSeek-V3's size, depth and vocabulary, since the engine has no experts: "
+        note="a dense model of DeepSeek-V3's size, depth and vocabulary, since plan searches no ep: "
         "memory as for 671B parameters, but every token computes with all of them",
     ),
 )
