@@ -331,6 +331,10 @@ def _training_faults(config: RunConfig) -> list[str]:
             f"`offload_optimizer` must be none, cpu or a folder (./{place}), but is {place!r}; "
             "a folder's path has a / in it"
         )
+    elif not place.isprintable():
+        faults.append(
+            f"`offload_optimizer` must be none, cpu or a folder with a printable name, but is {place!r}"
+        )
     if config.offload_param != "none" and config.zero != 3:
         faults.append(
             f"`offload_param` must be none but with zero 3, which shards parameters, but is {config.offload_param}; "

@@ -25,7 +25,7 @@ LAYER_PARAMETERS: Final = 1 << 28
 STAGE_LAYERS: Final = 50
 
 DENSE_671B: Final = load_config("dense-671b")
-"""DeepSeek-V3's size, depth and vocabulary with every parameter dense: what `plan`, without ep, can price of that size."""
+"""DeepSeek-V3's size, depth and vocabulary with every parameter dense: what `plan`, without ep, prices of that size."""
 
 QWEN_1_8B: Final = dense_model(
     name="qwen1.5-1.8b",
