@@ -138,7 +138,7 @@ def test_a_rank_with_another_schedule_is_found(monkeypatch: pytest.MonkeyPatch) 
             if other is None:
                 continue
             with monkeypatch.context() as patch:
-                patch.setattr(triaxis.engine.step, "make_schedule", lambda *_, other=other: other)
+                patch.setattr(triaxis.engine.step, "make_schedule", lambda *_, other=other, **__: other)
                 program = trace_rank(chosen, topology, rank, repeat=False).program
             if channels(program) != channels(cluster.program(rank)):
                 planted += 1
