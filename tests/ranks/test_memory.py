@@ -225,8 +225,12 @@ def test_a_run_holds_at_its_end_what_it_held_at_its_start(
         write(self, row)
         if row.step in (5, 10, 60):
             everyone.wait()
-            if self._file is not None:
-                found[row.step] = held_now()
+            try:
+                if self._file is not None:
+                    found[row.step] = held_now()
+            except BaseException:
+                everyone.abort()  # or the other rank would wait for ever
+                raise
             everyone.wait()
 
     monkeypatch.setattr(MetricsWriter, "write", counted)
