@@ -13,7 +13,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # A rank uses 8 to 10 streams; with the 8 queues of Hopper's default some of them would wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # The latest 2000 operations of NCCL with what became of each, for a dump of torch's own; our reports do not read it.
+    # The latest 2000 operations of NCCL with what became of each, for torch's own dump; our reports do not read it.
     "TORCH_FR_BUFFER_SIZE": "2000",
     # The run says once why it ends; stacks of C++ from every rank would bury that.
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
